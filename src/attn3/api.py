@@ -1,0 +1,100 @@
+"""attn3's own calls: ``attention`` for dense batches, ``varlen_attention`` for packed sequences."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attn3 import ops
+from attn3.errors import AttentionError
+from attn3.masks import Mask
+from attn3.problem import Problem
+from attn3.scores import Score
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, ``softmax(scale * q k^T) v``, over a dense batch.
+
+    Args:
+        q: (batch, query_length, heads, head_dim), float16 or bfloat16; float32 and float64 on the CPU. Any strides.
+        k: (batch, key_length, kv_heads, head_dim). Query head h uses KV head ``h // (heads // kv_heads)``.
+        v: (batch, key_length, kv_heads, head_dim_v). head_dim a multiple of 8 up to 256, head_dim_v up to 512.
+        mask: ``Full()``, ``Causal()`` or ``Window(left, right)``, aligned bottom-right; None is full.
+        score: ``Softcap(cap)`` or None, applied after the scale and before the mask.
+        scale: any finite number; None is ``head_dim ** -0.5``.
+        sinks: (heads,), one logit for each query head that enters the softmax's denominator only.
+        seqused_q, seqused_k: (batch,) int32, how many rows (keys) of each sequence are in use. What lies behind is never read
+            into a result; output rows there are 0 and their lse is -inf.
+        return_lse: also return the log-sum-exp.
+        backend: "hopper", "cpu" or "sdpa"; None takes the first that can run the call.
+
+    Returns:
+        out (batch, query_length, heads, head_dim_v) in q's dtype, contiguous; with ``return_lse`` also lse (batch, heads,
+        query_length) float32, the natural logarithm of the softmax's denominator, sink included. A row that sees no key gives
+        out exactly 0 and lse exactly -inf (lse = sink with a sink).
+
+    Raises:
+        AttentionError: the arguments do not fit together (a ValueError).
+        Unsupported: no backend, or not the named one, can run the call (a NotImplementedError); lists every reason.
+    """
+    problem = Problem.of(q, k, v, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k,
+                         return_lse=return_lse)  # fmt: skip
+    out, lse = ops.forward(problem, backend)
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over packed sequences of different lengths; sequence b attends to sequence b only.
+
+    Args:
+        q: (total_q, heads, head_dim); k: (total_k, kv_heads, head_dim); v: (total_k, kv_heads, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 on q's device: sequence b is rows ``cu[b] … cu[b + 1] - 1``. Lengths may be
+            zero; rows past ``cu[-1]`` give out 0 and lse -inf.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths as Python ints, optional (hints; no device value is read).
+        seqused_q, seqused_k: (batch,) int32, how many rows at the start of each sequence are in use.
+        The other arguments are those of ``attention``; masks are aligned in every sequence by its own (used) lengths.
+
+    Returns:
+        out (total_q, heads, head_dim_v); with ``return_lse`` also lse (heads, total_q) float32.
+
+    Raises:
+        AttentionError, Unsupported: as for ``attention``.
+    """
+    if cu_seqlens_q is None:
+        raise AttentionError("cu_seqlens_q is None; pass the int32 offsets of the packed sequences, or call attention()")
+    problem = Problem.of(
+        q, k, v, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        return_lse=return_lse,
+    )  # fmt: skip
+    out, lse = ops.forward(problem, backend)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,1 @@
+"""The backends: each answers with reasons and runs what it accepts."""

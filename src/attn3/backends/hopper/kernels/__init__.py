@@ -1,0 +1,1 @@
+"""The kernels: one per algorithm, not one per feature."""

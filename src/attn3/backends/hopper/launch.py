@@ -1,0 +1,213 @@
+"""Tensors -> a launch. The only place that knows both sides, PyTorch's tensors and the kernel's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from typing import TYPE_CHECKING, Callable, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn3.backends.hopper import compile, config, environment
+from attn3.backends.hopper.config import Features
+
+if TYPE_CHECKING:
+    from attn3.problem import Problem
+
+LOG2_E = math.log2(math.e)
+SMALLEST_SCALE = 2.0**-125  # stands for a scale of 0, so that -inf stays -inf under it
+L2_BYTES = 32 << 20  # K and V of the heads whose tiles are handed out together stay below this
+WIDEST_V = 256  # columns of V that one launch computes; wider V is computed in parts
+
+
+class _Part(NamedTuple):
+    """One launch of a call: some columns of V, all of them unless there are more than WIDEST_V."""
+
+    kernel: Callable[..., None]
+    start: int
+    width: int
+    section: int
+    ctas: int
+
+
+class _Plan(NamedTuple):
+    """What calls of one shape have in common, worked out once."""
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...] | None
+    like_q: bool  # out is like q, the cheapest way to allocate it
+    as_they_are: bool  # TMA can take the strides (the address must be looked at in every call)
+    device: int
+    parts: tuple[_Part, ...]
+    c: float
+    inner: float
+    left: int
+    right: int
+
+
+_plans: dict[tuple, _Plan] = {}
+_MOST_PLANS = 4096
+
+
+def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
+    q, k, v = p.q, p.k, p.v
+    cu_q, cu_k, used_q, used_k, sinks = p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k, p.sinks
+    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, p.mask, p.score, p.scale, p.return_lse,
+           sinks is None, None if cu_q is None else cu_q.shape[0], used_q is None, used_k is None)  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        if k.shape[-3] == 0:
+            return forward(_with_a_key(p))
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan(p)
+    out = torch.empty_like(q) if plan.like_q else q.new_empty(plan.out_shape)
+    lse = None if plan.lse_shape is None else q.new_empty(plan.lse_shape, dtype=torch.float32)
+    if not (plan.as_they_are and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15):
+        q, k, v = _for_tma(q), _for_tma(k), _for_tma(v)
+    if sinks is not None:
+        sinks = sinks.to(torch.float32).contiguous()
+    if cu_q is not None:
+        cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
+    if used_q is not None:
+        used_q = used_q.contiguous()
+    if used_k is not None:
+        used_k = used_k.contiguous()
+    index = plan.device
+    if torch.cuda.current_device() == index:
+        _launch(plan, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, sinks)
+    else:
+        with torch.cuda.device(index):
+            _launch(plan, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, sinks)
+    return out, lse
+
+
+def _launch(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *optional: Tensor | None) -> None:
+    for part in plan.parts:  # none when there is nothing to compute
+        columns = None if len(plan.parts) == 1 else slice(part.start, part.start + part.width)
+        v_part, out_part = (v, out) if columns is None else (v[..., columns], out[..., columns])
+        part.kernel(q, k, v_part, out_part, lse, _counters(plan.device), *optional, plan.c, plan.inner, plan.left, plan.right,
+                    part.section, part.ctas)  # fmt: skip
+
+
+def _plan(p: Problem) -> _Plan:
+    q, k, v = p.q, p.k, p.v
+    left, right = p.window
+    if p.softcap is None:
+        c, inner = max(abs(p.scale) * LOG2_E, SMALLEST_SCALE), 0.0
+    else:
+        c, inner = p.softcap * LOG2_E, p.scale / p.softcap
+    out_shape = p.out_shape()
+    like_q = q.is_contiguous() and out_shape == tuple(q.shape)
+    parts = []
+    if math.prod(out_shape) > 0:
+        processors = environment.processors(q.device.index)
+        for start in range(0, p.head_dim_v, WIDEST_V):
+            features = features_of(p, min(WIDEST_V, p.head_dim_v - start))
+            rows = 64 * config.choose(features).tile.warpgroups
+            section = 1
+            if p.packed:
+                tiles = (q.shape[0] // rows + p.batch + 1) * p.heads  # at most
+            else:
+                tiles = -(-q.shape[1] // rows) * p.heads * p.batch
+                if features.right and not features.left:
+                    section = max(1, L2_BYTES // (2 * (p.head_dim + features.head_dim_v) * k.shape[1])) * (p.heads // p.kv_heads)
+            parts.append(_Part(compile.kernel(features), start, features.head_dim_v, section, min(tiles, processors)))
+    strides = all(t.stride(-1) == 1 and not any(s & 7 for s in t.stride()[:-1]) for t in (q, k, v))
+    lse_shape = p.lse_shape() if p.return_lse else None
+    return _Plan(out_shape, lse_shape, like_q, strides, q.device.index, tuple(parts), c, inner, left or 0, right or 0)
+
+
+def features_of(p: Problem, width: int | None = None) -> Features:
+    """The features of a problem (of the launch that computes ``width`` columns of V)."""
+    left, right = p.window
+    return Features(
+        dtype=str(p.q.dtype).removeprefix("torch."),
+        head_dim=p.head_dim,
+        head_dim_v=min(p.head_dim_v, WIDEST_V) if width is None else width,
+        left=left is not None,
+        right=right is not None,
+        softcap=p.softcap is not None,
+        negative_scale=p.scale < 0 and p.softcap is None,
+        sinks=p.sinks is not None,
+        packed=p.packed,
+        seqused_q=p.seqused_q is not None,
+        seqused_k=p.seqused_k is not None,
+        lse=p.return_lse,
+    )
+
+
+def _with_a_key(p: Problem) -> Problem:
+    """No key anywhere: the same problem over one key that no sequence uses, since TMA cannot describe an empty tensor."""
+    new = lambda t: t.new_zeros((*t.shape[:-3], 1, *t.shape[-2:]))
+    used = p.seqused_k if p.packed else torch.zeros(p.batch, dtype=torch.int32, device=p.q.device)
+    return dataclasses.replace(p, k=new(p.k), v=new(p.v), seqused_k=used)
+
+
+def _for_tma(t: Tensor) -> Tensor:
+    """t, or a copy where TMA cannot take it: unit stride in the last dimension, multiples of 16 bytes in the others."""
+    strides = t.stride()
+    if strides[-1] == 1 and t.data_ptr() % 16 == 0:
+        if not any(s & 7 for s in strides[:-1]):
+            return t
+        if all(n == 1 or s & 7 == 0 for n, s in zip(t.shape[:-1], strides[:-1], strict=True)):
+            # a dimension of size 1 may have any stride; a descriptor may not
+            return t.as_strided(t.shape, [8 if n == 1 and s & 7 else s for n, s in zip(t.shape, strides, strict=True)])
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+class _Arena:
+    """Zeroed counter pairs of one device. A launch leaves its pair zeroed, so that launches in order may share one.
+
+    Each stream has its own pair. A launch that is captured into a graph gets a pair that nobody else ever uses, since the
+    graph may be replayed beside anything (the same graph never runs twice at a time).
+    """
+
+    PAIRS = 4096
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.by_stream: dict[int, Tensor] = {}
+        self.lock = threading.Lock()
+        self.free: list[Tensor] = []
+        self.grow()
+
+    def grow(self) -> None:
+        block = torch.zeros(2 * self.PAIRS, dtype=torch.int32, device=f"cuda:{self.index}")
+        torch.cuda.current_stream(self.index).synchronize()  # zeroed before another stream may use a pair
+        self.free.extend(block.view(self.PAIRS, 2).unbind())
+
+    def of_stream(self, stream: int) -> Tensor:
+        with self.lock:
+            if stream not in self.by_stream:
+                if not self.free:
+                    self.grow()
+                self.by_stream[stream] = self.free.pop()
+            return self.by_stream[stream]
+
+    def of_capture(self) -> Tensor:
+        with self.lock:
+            if self.free:
+                return self.free.pop()
+        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{self.index}")  # captured: zeroed at every replay
+
+
+_arenas: dict[int, _Arena] = {}
+_arenas_lock = threading.Lock()
+
+
+def _counters(index: int) -> Tensor:
+    arena = _arenas.get(index)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if arena is None:
+        if capturing:  # nothing may be synchronised now
+            return torch.zeros(2, dtype=torch.int32, device=f"cuda:{index}")
+        with _arenas_lock:
+            arena = _arenas.setdefault(index, _Arena(index))
+    if capturing:
+        return arena.of_capture()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    found = arena.by_stream.get(stream)
+    return arena.of_stream(stream) if found is None else found

@@ -1,0 +1,32 @@
+"""Score changes, applied to q.k before the mask."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+
+LOG2_E = math.log2(math.e)
+
+
+@cute.jit
+def softcap(S_mn, inner):
+    """S <- tanh(inner * S), inner = scale / cap, to float32's relative precision.
+
+    Large arguments: 1 - 2 / (e^2x + 1), two special-function results an element instead of the hardware's one tanh, whose 11
+    bits are too few once multiplied by the cap. Small ones, where that difference cancels: x - x^3/3 + 2 x^5/15 - 17 x^7/315.
+    """
+    for r in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+            x = S_mn[r, j] * inner
+            x2 = x * x
+            small = x + x * x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0)))
+            large = 1.0 - 2.0 * cute.arch.rcp_approx(cute.math.exp2(x * (2.0 * LOG2_E), fastmath=True) + 1.0)
+            S_mn[r, j] = small if x2 < 0.04 else large
+
+
+@cute.jit
+def negate(S_mn):
+    """S <- -S: a negative scale, so that everything behind may take it as positive."""
+    for r in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+            S_mn[r, j] = -S_mn[r, j]

@@ -1,0 +1,35 @@
+"""Compiling a set of kernels ahead of their first call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterable
+
+from attn3.backends.hopper.config import Features
+
+
+@dataclass(frozen=True)
+class Job:
+    features: Features
+
+    @property
+    def label(self) -> str:
+        return str(self.features)
+
+    def run(self) -> None:
+        """Compile the kernel, or find it on disk."""
+        from attn3.backends.hopper import compile
+
+        compile.kernel(self.features)
+
+
+def jobs(head_dims: Iterable[int] = (64, 128, 256), dtypes: Iterable[str] = ("bfloat16", "float16")) -> list[Job]:
+    """Dense, causal and causal sliding-window kernels, for dense and packed batches."""
+    windows = ((False, False), (False, True), (True, True))
+    return [
+        Job(Features(dtype, dim, dim, left=left, right=right, packed=packed, lse=False))
+        for dtype in dtypes
+        for dim in head_dims
+        for left, right in windows
+        for packed in (False, True)
+    ]

@@ -1,0 +1,68 @@
+"""PyTorch's ``scaled_dot_product_attention``, where it is exactly what was asked. Differentiable through torch.
+
+torch gives no log-sum-exp here, so a second pass over Q and K (V is not read) computes it, in tiles and outside autograd: a loss
+on the log-sum-exp gets no gradient from this backend.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn3.backends import cpu
+from attn3.masks import window_of
+
+if TYPE_CHECKING:
+    from attn3.problem import Problem
+
+
+class SdpaBackend:
+    name = "sdpa"
+    summary = "torch.nn.functional.scaled_dot_product_attention where it is exactly what was asked, with backward"
+
+    def refusals(self, problem: Problem) -> list[str]:
+        p = problem
+        reasons = []
+        if p.packed:
+            reasons.append("packed sequences (cu_seqlens_q) are not supported; pad them, or use another backend")
+        if p.seqused_q is not None or p.seqused_k is not None:
+            reasons.append("used lengths (seqused_q, seqused_k) are not supported; slice q, k and v, or use another backend")
+        if p.softcap is not None:
+            reasons.append(f"the score {p.score!r} is not supported")
+        if p.sinks is not None:
+            reasons.append("sinks are not supported")
+        if p.packed:
+            return reasons  # what follows looks at dense shapes
+        query_length, key_length = p.q.shape[1], p.k.shape[1]
+        if key_length == 0 or p.q.numel() == 0:
+            reasons.append(f"an empty problem (batch {p.batch}, {query_length} queries, {key_length} keys) is not defined there")
+        window = window_of(p.mask)
+        if window not in ((None, None), (None, 0)):
+            reasons.append(f"{p.mask!r} is not supported; only Full() and Causal() are")
+        elif window == (None, 0) and query_length != key_length and query_length != 1:
+            reasons.append(
+                f"Causal() with {query_length} queries and {key_length} keys: torch aligns the triangle top-left, this library"
+                " bottom-right; both agree for equal lengths only"
+            )
+        return reasons
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        p = problem
+        # one bottom-right aligned query sees every key
+        causal = p.window == (None, 0) and p.q.shape[1] > 1
+        q, scale = p.q, p.scale
+        if scale < 0:  # torch's causal CPU kernel gives NaN for a negative scale; moving the sign into q is exact
+            q, scale = -q, -scale
+        q, k, v = (t.transpose(1, 2) for t in (q, p.k, p.v))
+        grouped = p.heads != p.kv_heads
+        out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        with torch.no_grad():
+            lse = None
+            if p.return_lse:
+                lse = p.q.new_full(p.lse_shape(), -math.inf, dtype=torch.float32)
+                cpu.run(p, None, lse)
+        return out.transpose(1, 2).contiguous(), lse

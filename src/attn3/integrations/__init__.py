@@ -1,0 +1,1 @@
+"""Adapters for frameworks. Each registers attn3 through the framework's public interface and patches nothing."""

@@ -1,0 +1,282 @@
+"""A call to attention, checked once: past this module nobody sees raw user input.
+
+``Problem.of`` turns the arguments of a call into a ``Problem`` or raises ``AttentionError``. The checks are plain comparisons,
+cheap enough for every eager call (microseconds), and traceable by ``torch.compile``. They look at shapes, dtypes, devices and
+Python numbers; values on the device are only looked at when ``ATTN3_CHECKS=1`` (that synchronises).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn3 import settings
+from attn3.errors import AttentionError
+from attn3.masks import Causal, Full, Mask, Window, window_of
+from attn3.scores import Score, Softcap
+
+MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_V = 512
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_SHAPES = {False: "(batch, seqlen, heads, head_dim)", True: "(total_tokens, heads, head_dim)"}
+
+
+@dataclass(eq=False, slots=True)
+class Problem:
+    """One attention call.
+
+    Dense: q (batch, query_length, heads, head_dim), k (batch, key_length, kv_heads, head_dim), v (batch, key_length, kv_heads,
+    head_dim_v). Packed: q (total_q, heads, head_dim) and so on, sequences delimited by ``cu_seqlens_q`` and ``cu_seqlens_k``
+    (int32, batch + 1). ``seqused_q``/``seqused_k`` (int32, batch): how many rows of each sequence are in use.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    score: Score | None
+    scale: float
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    return_lse: bool = True  # False: the backend may leave lse out and return None for it
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        score: Score | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        return_lse: bool = True,
+    ) -> Problem:
+        packed = cu_seqlens_q is not None
+        q, k, v = _autocast(q, k, v)
+        _check_tensors(q, k, v, packed)
+        if mask is None:
+            mask = _FULL
+        elif mask is not _FULL:
+            window_of(mask)  # raises for what is no window
+        if score is not None and type(score) is not Softcap:
+            raise AttentionError(f"score is {score!r}; pass attn3.Softcap(cap), or None")
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        elif isinstance(scale, bool) or not isinstance(scale, _NUMBERS) or not math.isfinite(scale):
+            raise AttentionError(f"scale is {scale!r}; pass a finite Python number (head_dim ** -0.5 is the default)")
+        problem = Problem(
+            q, k, v, mask, score, float(scale), sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
+            return_lse,
+        )  # fmt: skip
+        if sinks is not None:
+            _check_sinks(sinks, q)
+        if packed:
+            _check_packed(problem)
+        if seqused_q is not None or seqused_k is not None:
+            _check_used(problem)
+        return problem
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.shape[0] - 1 if self.cu_seqlens_q is not None else self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        return window_of(self.mask)
+
+    @property
+    def softcap(self) -> float | None:
+        return self.score.cap if isinstance(self.score, Softcap) else None
+
+    @property
+    def needs_grad(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (self.q, self.k, self.v, self.sinks)
+        return any(t is not None and t.requires_grad for t in tensors)
+
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    def lse_shape(self) -> tuple[int, ...]:
+        if self.cu_seqlens_q is not None:
+            return (self.q.shape[1], self.q.shape[0])
+        return (self.q.shape[0], self.q.shape[2], self.q.shape[1])
+
+    def describe(self) -> str:
+        """One line for messages and for ``attn3 explain``."""
+        kind = f"packed, {self.batch} sequences" if self.packed else f"batch {self.batch}"
+        parts = [
+            kind, f"q {tuple(self.q.shape)}", f"k {tuple(self.k.shape)}", f"v {tuple(self.v.shape)}",
+            str(self.q.dtype).removeprefix("torch."), str(self.q.device), repr(self.mask),
+        ]  # fmt: skip
+        if self.score is not None:
+            parts.append(repr(self.score))
+        if self.sinks is not None:
+            parts.append("sinks")
+        return ", ".join(parts)
+
+
+_FULL, _CAUSAL = Full(), Causal()
+
+
+def mask_from_window(left: int | None, right: int | None) -> Mask:
+    """The mask of a (left, right) window, ``None`` for unlimited."""
+    if left is None:
+        if right is None:
+            return _FULL
+        if right == 0:
+            return _CAUSAL
+    return Window(left, right)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast floating inputs are cast to its dtype, as scaled_dot_product_attention does."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, got = next((n, t) for n, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Tensor))
+        raise AttentionError(f"{name} is {type(got).__name__}; pass a torch.Tensor")
+    kind = q.device.type
+    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = (t.to(dtype) if t.dtype in (torch.float16, torch.bfloat16, torch.float32) else t for t in (q, k, v))
+    return q, k, v
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    rank, q_shape, k_shape, v_shape = 3 if packed else 4, q.shape, k.shape, v.shape
+    if len(q_shape) != rank or len(k_shape) != rank or len(v_shape) != rank:
+        name, got = next((n, t) for n, t in (("q", q_shape), ("k", k_shape), ("v", v_shape)) if len(t) != rank)
+        raise AttentionError(f"{name} has shape {tuple(got)}; pass {rank} dimensions, {_SHAPES[packed]}")
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype:
+        raise AttentionError(
+            f"q, k, v have dtype {dtype}, {k.dtype}, {v.dtype}; cast them to one dtype (torch.autocast does it, too)"
+        )
+    if dtype not in DTYPES:
+        raise AttentionError(f"q has dtype {dtype}; pass float16 or bfloat16 (on the CPU also float32 or float64)")
+    device = q.device
+    if k.device != device or v.device != device:
+        raise AttentionError(f"q, k, v are on {device}, {k.device}, {v.device}; move them to one device")
+    *q_rows, heads, dim = q_shape
+    *k_rows, kv_heads, k_dim = k_shape
+    *v_rows, v_heads, dim_v = v_shape
+    if v_heads != kv_heads:
+        raise AttentionError(f"k has {kv_heads} heads and v has {v_heads}; they must be equal")
+    if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:
+        raise AttentionError(f"q has {heads} heads and k has {kv_heads}; q's heads must be a positive multiple of k's")
+    if k_dim != dim:
+        raise AttentionError(f"q has head_dim {dim} and k has head_dim {k_dim}; they must be equal")
+    if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+        raise AttentionError(f"q has head_dim {dim}; pass a multiple of 8 from 8 to {MAX_HEAD_DIM} (pad q and k with zeros)")
+    if dim_v % 8 or not 8 <= dim_v <= MAX_HEAD_DIM_V:
+        raise AttentionError(f"v has head_dim {dim_v}; pass a multiple of 8 from 8 to {MAX_HEAD_DIM_V} (pad v, slice the output)")
+    if k_rows == v_rows and (packed or k_rows[0] == q_rows[0]):
+        return
+    if packed:
+        raise AttentionError(f"k has {k_rows[0]} tokens and v has {v_rows[0]}; they must be equal")
+    if k_rows[0] != q_rows[0] or v_rows[0] != q_rows[0]:
+        raise AttentionError(f"q, k, v have batch {q_rows[0]}, {k_rows[0]}, {v_rows[0]}; they must be equal")
+    raise AttentionError(f"k has {k_rows[1]} keys and v has {v_rows[1]}; they must be equal")
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    heads = q.shape[-2]
+    if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (heads,):
+        got = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise AttentionError(f"sinks is {got}; pass a tensor of shape (heads,) = ({heads},), one logit for each query head")
+    if not sinks.dtype.is_floating_point:
+        raise AttentionError(f"sinks has dtype {sinks.dtype}; pass a floating dtype, float32 or that of q")
+    if sinks.device != q.device:
+        raise AttentionError(f"sinks is on {sinks.device} and q on {q.device}; move it to q's device")
+
+
+def _int32_vector(name: str, t: object, device: torch.device, length: int | None, what: str) -> None:
+    if not isinstance(t, Tensor):
+        raise AttentionError(f"{name} is {type(t).__name__}; pass an int32 tensor of shape {what}")
+    if t.dtype != torch.int32:
+        raise AttentionError(f"{name} has dtype {t.dtype}; pass int32 ({name}.int())")
+    if t.dim() != 1 or (length is not None and t.shape[0] != length):
+        want = what if length is None else f"{what} = ({length},)"
+        raise AttentionError(f"{name} has shape {tuple(t.shape)}; pass shape {want}")
+    if t.device != device:
+        raise AttentionError(f"{name} is on {t.device} and q on {device}; move it to q's device")
+
+
+def _check_packed(p: Problem) -> None:
+    cu_q, cu_k, device = p.cu_seqlens_q, p.cu_seqlens_k, p.q.device
+    _int32_vector("cu_seqlens_q", cu_q, device, None, "(batch + 1,)")
+    if cu_q.shape[0] < 1:
+        raise AttentionError("cu_seqlens_q has shape (0,); pass batch + 1 offsets, starting with 0")
+    if cu_k is None:
+        raise AttentionError("cu_seqlens_k is None; pass it beside cu_seqlens_q (the same tensor for self-attention)")
+    _int32_vector("cu_seqlens_k", cu_k, device, cu_q.shape[0], "(batch + 1,) like cu_seqlens_q")
+    for name, bound in (("max_seqlen_q", p.max_seqlen_q), ("max_seqlen_k", p.max_seqlen_k)):
+        if bound is not None and (isinstance(bound, (bool, Tensor)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0):
+            raise AttentionError(f"{name} is {bound!r}; pass a Python int >= 0 (an upper bound will do), or leave it out")
+    # offsets on the host cost nothing to look at; on a GPU only when asked, since that waits for the device
+    if not torch.compiler.is_compiling() and (device.type == "cpu" or settings.value_checks()):
+        for name, cu, total in (("cu_seqlens_q", cu_q, p.q.shape[0]), ("cu_seqlens_k", cu_k, p.k.shape[0])):
+            offsets = cu.tolist()
+            if offsets[0] != 0:
+                raise AttentionError(f"{name} starts with {offsets[0]}; it must start with 0")
+            if any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+                raise AttentionError(f"{name} is {_short(offsets)}; offsets must not decrease")
+            if offsets[-1] > total:
+                raise AttentionError(f"{name} ends with {offsets[-1]} but there are only {total} tokens; it must not pass the end")
+
+
+def _check_used(p: Problem) -> None:
+    device, batch = p.q.device, p.batch
+    for name, used, cu, length in (
+        ("seqused_q", p.seqused_q, p.cu_seqlens_q, p.q.shape[1]),
+        ("seqused_k", p.seqused_k, p.cu_seqlens_k, p.k.shape[1]),
+    ):
+        if used is None:
+            continue
+        _int32_vector(name, used, device, batch, "(batch,)")
+        if not torch.compiler.is_compiling() and (device.type == "cpu" or settings.value_checks()):
+            values = used.tolist()
+            room = [length] * batch if cu is None else cu.diff().tolist()
+            if any(u < 0 or u > r for u, r in zip(values, room, strict=True)):
+                limits = _short(room)
+                raise AttentionError(f"{name} is {_short(values)}; each must lie between 0 and its sequence's length, {limits}")
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, …]"

@@ -1,0 +1,137 @@
+"""The oracle: attention by its definition, with whole score matrices, in float64.
+
+It decides what is right for every backend and shares no code with them: visibility is a boolean matrix, not block arithmetic.
+Plain differentiable torch ops on any device. With ``compute_dtype=torch.float32`` and ``round_p`` it is also the
+"same-precision PyTorch run" that sets the error budget of the tests.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attn3.problem import Problem
+
+_SCORES_AT_ONCE = 2**26  # elements of a score matrix held at one time; rows are independent, so larger ones go piece by piece
+
+
+def reference(
+    problem: Problem, *, compute_dtype: torch.dtype = torch.float64, round_p: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in ``compute_dtype``, shapes ``problem.out_shape()`` and ``problem.lse_shape()``.
+
+    ``round_p`` rounds the unnormalised probabilities to a dtype before they meet V, as a kernel that feeds tensor cores does;
+    the gradient passes straight through the rounding.
+    """
+    p = problem
+    how = (p.window, p.scale, p.softcap, None if p.sinks is None else p.sinks.to(compute_dtype), compute_dtype, round_p)
+    if not p.packed and p.seqused_q is None and p.seqused_k is None:
+        return _attend(p.q, p.k, p.v, *how)
+
+    starts_q, starts_k = _starts(p.cu_seqlens_q, p.batch), _starts(p.cu_seqlens_k, p.batch)
+    used_q = None if p.seqused_q is None else p.seqused_q.tolist()
+    used_k = None if p.seqused_k is None else p.seqused_k.tolist()
+    outs, lses = [], []
+    for b in range(p.batch):
+        q, k, v = _sequence(p.q, b, starts_q), _sequence(p.k, b, starts_k), _sequence(p.v, b, starts_k)
+        rows = q.shape[1] if used_q is None else used_q[b]
+        keys = k.shape[1] if used_k is None else used_k[b]
+        out, lse = _pad_rows(*_attend(q[:, :rows], k[:, :keys], v[:, :keys], *how), q.shape[1])
+        outs.append(out)
+        lses.append(lse)
+    if not p.packed:
+        if not outs:
+            return _nothing(p.q, p.v, compute_dtype)
+        return torch.cat(outs), torch.cat(lses)
+    outs.append(p.q.new_zeros(1, 0, p.heads, p.head_dim_v, dtype=compute_dtype))
+    lses.append(p.q.new_zeros(1, p.heads, 0, dtype=compute_dtype))
+    out, lse = _pad_rows(torch.cat(outs, 1), torch.cat(lses, 2), p.q.shape[0])
+    return out[0], lse[0]
+
+
+def _starts(cu_seqlens: Tensor | None, batch: int) -> list[int] | None:
+    return None if cu_seqlens is None else cu_seqlens.tolist()
+
+
+def _sequence(t: Tensor, b: int, starts: list[int] | None) -> Tensor:
+    return t[b : b + 1] if starts is None else t[None, starts[b] : starts[b + 1]]
+
+
+def _pad_rows(out: Tensor, lse: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows that are not in use: out 0, lse -inf, also where there is a sink."""
+    missing = rows - out.shape[1]
+    if not missing:
+        return out, lse
+    out = torch.cat([out, out.new_zeros(out.shape[0], missing, *out.shape[2:])], 1)
+    return out, torch.cat([lse, lse.new_full((*lse.shape[:2], missing), -math.inf)], 2)
+
+
+def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _ = q.shape
+    return q.new_zeros(batch, rows, heads, v.shape[-1], dtype=dtype), q.new_full((batch, heads, rows), -math.inf, dtype=dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None], scale: float, softcap: float | None,
+            sinks: Tensor | None, dtype: torch.dtype, round_p: torch.dtype | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sequences of one length: q (batch, rows, heads, dim), k and v (batch, keys, kv_heads, ...)."""
+    batch, rows, heads = q.shape[:3]
+    keys = k.shape[1]
+    if batch == 0 or rows == 0 or keys == 0:
+        out, lse = _nothing(q, v, dtype)
+        return out, lse if sinks is None else torch.maximum(lse, sinks[None, :, None])
+    visible = _visible(rows, keys, *window, q.device)
+    # a key that no query sees may hold NaN, which a probability of 0 would not silence
+    needed = visible.any(0)[:, None, None]
+    k, v = (torch.where(needed, t.to(dtype), t.new_zeros((), dtype=dtype)) for t in (k, v))
+    q = q.to(dtype)
+    sequences_at_once = max(1, _SCORES_AT_ONCE // (heads * rows * keys))
+    rows_at_once = max(1, _SCORES_AT_ONCE // (heads * keys))
+    outs, lses = [], []
+    for b in range(0, batch, sequences_at_once):
+        some = slice(b, b + sequences_at_once)
+        pieces = [
+            _rows(q[some, i : i + rows_at_once], k[some], v[some], visible[i : i + rows_at_once], scale, softcap, sinks, round_p)
+            for i in range(0, rows, rows_at_once)
+        ]
+        outs.append(torch.cat([out for out, _ in pieces], 1))
+        lses.append(torch.cat([lse for _, lse in pieces], 2))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _visible(rows: int, keys: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
+    position = torch.arange(rows, device=device)[:, None] + keys - rows
+    key = torch.arange(keys, device=device)[None, :]
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    if left is not None:
+        visible &= key >= position - left
+    if right is not None:
+        visible &= key <= position + right
+    return visible
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None,
+          round_p: torch.dtype | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    kv_heads = k.shape[2]
+    q = q.unflatten(2, (kv_heads, -1))  # query head h reads KV head h // group
+    s = torch.einsum("bihgd,bjhd->bhgij", q, k) * scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~visible, -math.inf)
+    top = s.detach().amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.view(1, kv_heads, -1, 1, 1)
+        top = torch.maximum(top, sinks.detach())
+    top = top.masked_fill(top == -math.inf, 0.0)  # such a row has no term at all; any number keeps it free of NaN
+    p = torch.exp(s - top)
+    total = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    empty = total == 0
+    safe_total = total.masked_fill(empty, 1.0)
+    if round_p is not None:
+        p = p + (p.detach().to(round_p).to(p.dtype) - p.detach())
+    out = torch.einsum("bhgij,bjhd->bhgid", p, v) / safe_total
+    lse = (top + safe_total.log()).masked_fill(empty, -math.inf).squeeze(-1)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)

@@ -1,0 +1,84 @@
+"""Backends and how one is chosen.
+
+A backend answers ``refusals(problem)`` with every reason why it cannot run a call, an empty list meaning that it can. The same
+answers select a backend, fill ``attn3 explain`` and the support table of the README. A backend that was named is used or
+refused; it is never replaced silently.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from attn3 import settings
+from attn3.errors import AttentionError, Unsupported
+
+if TYPE_CHECKING:
+    from attn3.problem import Problem
+
+
+class Backend(Protocol):
+    name: str
+    summary: str
+
+    def refusals(self, problem: Problem) -> list[str]:
+        """Every reason why this backend cannot run the call; empty when it can."""
+
+    def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        """(out, lse): out contiguous, in q's dtype, shape ``problem.out_shape()``; lse float32, ``problem.lse_shape()``.
+
+        Where ``problem.return_lse`` is False, lse may be None.
+        """
+
+
+def backends() -> dict[str, Backend]:
+    """All backends by name, in the order in which they are tried."""
+    if not _BACKENDS:
+        from attn3.backends.cpu import CpuBackend
+        from attn3.backends.hopper import HopperBackend
+        from attn3.backends.sdpa import SdpaBackend
+
+        for backend in (HopperBackend(), CpuBackend(), SdpaBackend()):
+            _BACKENDS[backend.name] = backend
+    return _BACKENDS
+
+
+_BACKENDS: dict[str, Backend] = {}
+
+
+def _order(problem: Problem) -> tuple[str, ...]:
+    # on other GPUs torch's own kernels are the faster fallback
+    return ("hopper", "cpu", "sdpa") if problem.q.device.type == "cpu" else ("hopper", "sdpa", "cpu")
+
+
+def explain(problem: Problem) -> dict[str, list[str]]:
+    """Each backend's refusals, in the order in which they are tried."""
+    return {name: backends()[name].refusals(problem) for name in _order(problem)}
+
+
+def select(problem: Problem, name: str | None = None) -> Backend:
+    """The named backend, or the first that can run the call. Raises ``Unsupported`` with all reasons otherwise."""
+    name = name or settings.default_backend()
+    if name is not None:
+        backend = backends().get(name)
+        if backend is None:
+            known = ", ".join(map(repr, backends()))
+            raise AttentionError(f"backend is {name!r}; pass one of {known}, or None for the best that fits")
+        reasons = backend.refusals(problem)
+        if reasons:
+            raise Unsupported(f"backend {name!r} cannot run this call ({problem.describe()}):\n" + _bullets(reasons))
+        return backend
+    refused: dict[str, list[str]] = {}
+    every = backends()
+    for candidate in _order(problem):
+        reasons = every[candidate].refusals(problem)
+        if not reasons:
+            return every[candidate]
+        refused[candidate] = reasons
+    lines = [f"{name}:\n{_bullets(reasons)}" for name, reasons in refused.items()]
+    raise Unsupported(f"no backend can run this call ({problem.describe()})\n" + "\n".join(lines))
+
+
+def _bullets(reasons: list[str]) -> str:
+    return "\n".join(f"  - {reason}" for reason in reasons)

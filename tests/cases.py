@@ -1,0 +1,464 @@
+"""THE table of problems: every forward case that any backend is tested on, and how its inputs are made.
+
+A ``Case`` is plain data; ``build`` turns it into a ``Problem`` with seeded inputs. Add a row here rather than a test function:
+each row runs on every backend and is judged by ``check.compare``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from attn3.masks import Causal, Full, Mask, Window, window_of
+from attn3.problem import Problem
+from attn3.scores import Softcap
+
+Lengths = int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Dense when ``q`` and ``k`` are lengths, packed when they are tuples of lengths.
+
+    ``values`` names a recipe of ``_fill``; ``layout_q/k/v`` one of ``_relayout``. ``poison`` fills what no result may depend on.
+    ``spot`` lists the sequences to compare where the whole is too big. ``may_refuse``: a backend may decline the layout.
+    """
+
+    name: str
+    q: Lengths
+    k: Lengths
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    mask: Mask = Full()
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: str | None = None
+    sinks_dtype: str = "float32"
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+    extra_rows: int = 0
+    max_lengths: bool = True
+    values: str = "normal"
+    poison: str | None = None
+    layout_q: str | None = None
+    layout_k: str | None = None
+    layout_v: str | None = None
+    slack: float = 1.0
+    gpu_only: bool = False
+    spot: tuple[int, ...] | None = None
+    may_refuse: bool = False
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.q, tuple)
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in ("float16", "bfloat16")
+
+
+def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Problem:
+    """The case's inputs on a device. Equal on all devices, except for huge ones, which are generated where they live."""
+    c = case
+    dim_v = c.head_dim if c.head_dim_v is None else c.head_dim_v
+    rows_q = (sum(c.q) + c.extra_rows,) if c.packed else (c.batch, c.q)
+    rows_k = (sum(c.k) + c.extra_rows,) if c.packed else (c.batch, c.k)
+    huge = max(_count(rows_q) * c.heads, _count(rows_k) * c.kv_heads) * max(c.head_dim, dim_v) > 2**26
+    source = torch.device(device) if huge else torch.device("cpu")
+    generator = torch.Generator(source).manual_seed(zlib.crc32(c.name.encode()) + seed)
+    make = torch.float32 if not huge else getattr(torch, c.dtype)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=source, dtype=make)
+
+    q, k, v = normal(*rows_q, c.heads, c.head_dim), normal(*rows_k, c.kv_heads, c.head_dim), normal(*rows_k, c.kv_heads, dim_v)
+    scale = c.head_dim**-0.5 if c.scale is None else c.scale
+    _fill(c.values, q, k, v, scale)
+    if c.poison is not None:
+        _poison(c, q, k, v)
+    dtype = getattr(torch, c.dtype)
+    q, k, v = (
+        _relayout(t.to(dtype).to(device), kind) for t, kind in ((q, c.layout_q), (k, c.layout_k), (v, c.layout_v))
+    )  # fmt: skip
+    sinks = None
+    if c.sinks is not None:
+        sinks = normal(c.heads).float() if c.sinks == "normal" else torch.full((c.heads,), float(c.sinks))
+        sinks = sinks.to(device, getattr(torch, c.sinks_dtype))
+    lengths: dict[str, Tensor | int | None] = {"seqused_q": _int32(c.used_q, device), "seqused_k": _int32(c.used_k, device)}
+    if c.packed:
+        lengths |= {"cu_seqlens_q": _offsets(c.q, device), "cu_seqlens_k": _offsets(c.k, device)}
+        if c.max_lengths:
+            lengths |= {"max_seqlen_q": max(c.q, default=0), "max_seqlen_k": max(c.k, default=0)}
+    score = None if c.softcap is None else Softcap(c.softcap)
+    return Problem.of(q, k, v, mask=c.mask, score=score, scale=c.scale, sinks=sinks, **lengths)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _int32(values: tuple[int, ...] | None, device: torch.device | str) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _offsets(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device, torch.int32)
+
+
+def _fill(recipe: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    """Changes normal inputs in place. Axes from the end: head_dim, heads, tokens."""
+    name, *numbers = recipe.split(":")
+    number = [float(n) for n in numbers]
+    dim, keys = q.shape[-1], k.shape[-3]
+    position = torch.arange(keys, device=k.device, dtype=k.dtype)[:, None]
+    if name == "normal":
+        factor = number[0] if number else 1.0
+        if factor != 1.0:
+            for t in (q, k, v):
+                t.mul_(factor)
+    elif name == "constant":
+        for t in (q, k, v):
+            t.fill_(number[0])
+    elif name == "level":  # every scaled score about number[0]
+        q.mul_(0.1)
+        k.mul_(0.1)
+        q[..., 0] = 1.0
+        k[..., 0] = number[0] / scale
+    elif name == "numbered_keys":  # v tells which key it belongs to
+        v.copy_((position[..., None] + 1).expand(v.shape))
+    elif name == "numbered_heads":
+        v.copy_((torch.arange(v.shape[-2], device=v.device, dtype=v.dtype) + 1)[:, None].expand(v.shape))
+    elif name == "outliers":  # two channels of q and k far above the others
+        for t in (q, k):
+            t.mul_(0.05)
+            t[..., 3] *= 300.0
+            t[..., 77 % dim] *= 200.0
+    elif name == "huge_scores":  # scaled scores of both signs, about number[0] in size
+        q.mul_((number[0] / abs(scale) / dim**0.5) ** 0.5)
+        k.mul_((number[0] / abs(scale) / dim**0.5) ** 0.5)
+    elif name == "huge_v":  # values near the largest float of the dtype; the probability is spread over several keys
+        q.mul_(0.3)
+        v.copy_(torch.where(v < 0, -1.0, 1.0) * (0.5 + 0.5 * torch.sigmoid(v)) * number[0])
+    elif name == "same_huge_v":  # nothing cancels: the unnormalised sum is the number of keys times as large
+        q.mul_(0.3)
+        v.fill_(number[0])
+    elif name == "far_key":  # the last key of every 100 lies number[0] above the rest
+        q.mul_(0.1)
+        q[..., 0] = 1.0
+        k[..., 0] = (position % 100 == 99).to(k.dtype) * number[0] / scale
+    elif name in ("rise", "fall", "jump", "cliff"):
+        # natural log units of the scaled score, by key; the kernel's blocks of keys see their maximum move
+        q.mul_(0.02)
+        k.mul_(0.5)
+        q[..., 0] = 4.0
+        step = (position // 128) * number[0] if name in ("rise", "fall") else torch.zeros_like(position)
+        if name == "fall":
+            step = step.flip(0)
+        if name == "jump":  # three keys, most of the way through, far above everything
+            at = int(keys * 0.7)
+            step[at : at + 3] = number[0]
+        if name == "cliff":  # all that follows the first keys vanishes
+            step[:5] = number[0]
+        k[..., 0] = step / (4.0 * scale)
+    else:
+        raise KeyError(recipe)
+
+
+def _poison(c: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Fills what lies outside the used lengths, and the keys that no query sees."""
+    bad = float(c.poison or "nan")
+    keep_q, keep_k = torch.zeros(q.shape[:-2], dtype=torch.bool), torch.zeros(k.shape[:-2], dtype=torch.bool)
+    lengths_q = c.q if isinstance(c.q, tuple) else (c.q,) * c.batch
+    lengths_k = c.k if isinstance(c.k, tuple) else (c.k,) * c.batch
+    for b, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        used_q = length_q if c.used_q is None else c.used_q[b]
+        used_k = length_k if c.used_k is None else c.used_k[b]
+        row, key = torch.arange(used_q)[:, None] + used_k - used_q, torch.arange(used_k)[None]
+        seen = torch.ones(used_q, used_k, dtype=torch.bool)
+        left, right = window_of(c.mask)
+        if left is not None:
+            seen &= key >= row - left
+        if right is not None:
+            seen &= key <= row + right
+        place_q = slice(sum(lengths_q[:b]), sum(lengths_q[:b]) + used_q) if c.packed else (b, slice(used_q))
+        place_k = slice(sum(lengths_k[:b]), sum(lengths_k[:b]) + used_k) if c.packed else (b, slice(used_k))
+        keep_q[place_q] = True
+        keep_k[place_k] = seen.any(0)
+    q[~keep_q] = bad
+    k[~keep_k] = bad
+    v[~keep_k] = bad
+
+
+def _relayout(t: Tensor, kind: str | None) -> Tensor:
+    """The same values in another memory layout; the gaps hold NaN."""
+    if kind is None:
+        return t
+    if kind == "heads_first":  # (batch, heads, seqlen, dim) in memory
+        return t.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if kind == "every_other_row":
+        gaps = t.new_full((*t.shape[:-3], 2 * t.shape[-3], *t.shape[-2:]), float("nan"))
+        view = gaps[..., ::2, :, :]
+    elif kind == "slice_of_three":  # one third of a packed qkv tensor
+        view = t.new_full((*t.shape[:-2], 3, *t.shape[-2:]), float("nan"))[..., 1, :, :]
+    elif kind == "every_other_column":
+        view = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), float("nan"))[..., ::2]
+    elif kind == "column_major":
+        return t.transpose(-3, -1).contiguous().transpose(-3, -1)
+    elif kind == "dim_not_last":
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    elif kind == "offset_one":  # starts one element into its storage
+        view = t.new_full((t.numel() + 1,), float("nan"))[1:].view(t.shape)
+    elif kind == "odd_pitch":  # rows are one element longer than heads * dim
+        pitch = t.shape[-2] * t.shape[-1] + 1
+        rows = t.new_full((t[..., 0, 0].numel(), pitch), float("nan"))
+        strides = (pitch, t.shape[-1], 1) if t.dim() == 3 else (t.shape[1] * pitch, pitch, t.shape[-1], 1)
+        view = rows.as_strided(t.shape, strides)
+    elif kind == "heads_expanded":
+        return t[..., :1, :].contiguous().expand_as(t)
+    elif kind == "batch_expanded":
+        return t[:1].contiguous().expand_as(t)
+    else:
+        raise KeyError(kind)
+    view.copy_(t)
+    return view
+
+
+C = Causal()
+
+
+def _cases() -> list[Case]:
+    every = [
+        # a first block that is masked altogether, or scores far below 0, must not freeze a row's reference at 0
+        *(
+            Case(f"level_-150_keys{k}_dim{d}", 90, k, heads=12, head_dim=d, mask=C, values="level:-150", slack=2.0)
+            for k, d in ((400, 128), (256, 64), (129, 128), (300, 256))
+        ),
+        Case("level_+150", 90, 400, heads=4, mask=C, values="level:150", slack=2.0),
+        Case("level_-150_window", 200, 500, mask=Window(70, 0), values="level:-150", slack=2.0),
+        Case("level_-150_more_queries", 300, 170, mask=C, values="level:-150", slack=2.0),
+        Case("scores_1e11_one_key", 1, 1, heads=1, kv_heads=1, values="constant:130048"),
+        Case("scores_1e11_three_equal_keys", 3, 3, heads=1, kv_heads=1, values="constant:130048"),
+        Case("scores_1e11_both_signs", 130, 300, mask=C, values="huge_scores:1e11", slack=2.0),
+        Case("scores_1e4_both_signs", 130, 300, mask=C, values="huge_scores:1e4", slack=2.0),
+        Case("scores_1e4_fp16", 70, 300, dtype="float16", mask=C, values="huge_scores:1e4", slack=2.0),
+        # scale
+        Case("scale_negative", 70, 150, batch=2, heads=4, mask=C, scale=-0.3),
+        Case("scale_negative_large", 9, 300, head_dim=128, dtype="float16", scale=-4.0),
+        Case("scale_negative_softcap", 70, 150, heads=4, mask=C, scale=-0.3, softcap=2.0),
+        Case("scale_zero", 7, 11, mask=C, scale=0.0),
+        Case("scale_zero_long", 130, 300, mask=C, scale=0.0, sinks="normal"),
+        Case("scale_large", 70, 300, mask=C, scale=30.0),
+        Case("scale_tiny", 70, 300, mask=C, scale=1e-6),
+        # more queries than keys, few queries over many keys, alignment
+        Case("more_queries_5_2", 5, 2, mask=C),
+        Case("more_queries_1100_513", 1100, 513, mask=C),
+        Case("more_queries_full", 513, 70),
+        Case("one_query_seven_keys", 1, 7, batch=2, mask=C),
+        Case("two_queries_five_keys", 2, 5, heads=1, kv_heads=1, mask=C, values="numbered_keys"),
+        Case("chunked_prefill", 130, 390, heads=4, head_dim=128, mask=C),
+        Case("lse_one_key", 1, 1),
+        Case("lse_two_equal_keys", 1, 2, heads=1, kv_heads=1, values="constant:0.5"),
+        Case("lse_empty_rows", 9, 4, mask=C),
+        Case("numbered_heads", 140, 300, heads=12, kv_heads=4, values="numbered_heads"),
+        Case("std3_fp16", 1024, 1024, heads=1, kv_heads=1, head_dim=128, dtype="float16", mask=C, values="normal:3"),
+        Case("outliers_dim256", 300, 300, batch=3, heads=16, head_dim=256, mask=C, values="outliers", slack=2.0),
+        Case("dim256_unequal", 257, 383, head_dim=256),
+        Case("dense_700_group8", 700, 700, heads=16, head_dim=128, mask=C),
+        Case("long_1024_dim128", 1024, 1024, head_dim=128, mask=C),
+        Case("dim72_heads_first", 259, 259, batch=2, heads=4, head_dim=72, mask=C, layout_q="heads_first", layout_v="heads_first"),
+        # decode shapes
+        Case("decode_5000_group4", 1, 5000, heads=16, kv_heads=4, head_dim=128),
+        Case("decode_4096", 1, 4096, heads=8, kv_heads=8, head_dim=128, mask=C),
+        Case("decode_65", 1, 65, batch=2, heads=16, head_dim=128),
+        Case("decode_used_6553", 1, 6553, heads=8, kv_heads=8, head_dim=128, mask=C, used_k=(4096,), poison="nan"),
+        Case("decode_mqa_3_queries", 3, 1000, batch=2, heads=12, kv_heads=1, mask=C),
+        # windows
+        Case("window_140_70", 140, 70, heads=1, kv_heads=1, mask=Window(30, 60)),
+        Case("window_64_200", 64, 200, batch=2, mask=Window(5, 3)),
+        *(
+            Case(f"window_group{g}_rows{rows}", rows, 300, heads=2 * g, head_dim=128, mask=Window(63, 0))
+            for g, rows in product((3, 5, 12), (1, 100))
+        ),
+        *(
+            Case(f"window_{left}_{right}_{rows}_{keys}", rows, keys, mask=Window(left, right))
+            for (left, right), (rows, keys) in product(
+                ((0, 0), (0, None), (None, 3), (17, None), (127, 0), (128, 128), (1000, 1000), (200, 0), (0, 200)),
+                ((260, 260), (70, 333), (333, 70)),
+            )
+        ),
+        Case("window_unseen_keys_nan", 64, 700, mask=Window(50, 20), poison="nan"),
+        Case("window_right_unseen_keys_inf", 300, 200, mask=Window(40, 0), poison="inf"),
+        Case("window_4096", 1500, 4200, heads=4, head_dim=128, mask=Window(1024, 0)),
+        # softcap and sinks
+        Case("softcap", 130, 200, heads=4, head_dim=128, mask=C, softcap=15.0, values="normal:2"),
+        Case("softcap_small", 130, 200, softcap=0.5, values="normal:4"),
+        Case("softcap_huge", 70, 130, softcap=1e4),
+        Case("softcap_window_sinks", 150, 260, heads=6, mask=Window(40, 5), softcap=5.0, sinks="normal"),
+        Case("softcap_saturated", 70, 260, mask=C, softcap=20.0, values="huge_scores:1e5"),
+        Case("sinks_window", 48, 48, batch=2, heads=4, mask=Window(15, 0), sinks="normal"),
+        Case("sinks_dominate", 20, 20, heads=4, kv_heads=4, sinks="60"),
+        Case("sinks_negligible", 20, 20, heads=4, kv_heads=4, sinks="-1000"),
+        Case("sinks_bf16", 70, 70, heads=4, kv_heads=1, mask=C, sinks="normal", sinks_dtype="bfloat16"),
+        Case("sinks_fp16", 70, 300, heads=4, kv_heads=1, dtype="float16", mask=C, sinks="normal", sinks_dtype="float16"),
+        Case("sinks_low_scores", 200, 300, heads=4, mask=C, sinks="-150", values="level:-150", slack=2.0),
+        Case("sinks_far_above_low_scores", 90, 300, heads=4, mask=C, sinks="0", values="level:-150", slack=2.0),
+        Case("sinks_empty_rows", 90, 30, heads=4, mask=C, sinks="normal"),
+        Case("sinks_no_keys", 5, 0, heads=4, sinks="normal"),
+        Case("sinks_minus_infinity", 40, 70, mask=C, sinks="-inf"),
+        Case("sinks_long", 300, 1500, heads=8, head_dim=128, mask=Window(127, 0), sinks="normal"),
+        # zero lengths
+        Case("no_queries", 0, 70),
+        Case("no_keys", 70, 0),
+        Case("no_keys_causal", 70, 0, batch=2, mask=C),
+        Case("no_batch", 70, 70, batch=0),
+        Case("nothing", 0, 0),
+        # memory layouts
+        Case("layout_k_rows", 70, 150, batch=2, heads=4, layout_k="every_other_row"),
+        Case("layout_v_heads_first", 70, 150, batch=2, heads=4, mask=C, layout_v="heads_first"),
+        Case("layout_all_heads_first", 150, 150, batch=2, heads=4, mask=C, layout_q="heads_first", layout_k="heads_first",
+             layout_v="heads_first"),
+        Case("layout_qkv_slices", 70, 70, batch=2, heads=4, kv_heads=4, mask=C, layout_q="slice_of_three",
+             layout_k="slice_of_three", layout_v="slice_of_three"),
+        Case("layout_heads_expanded", 33, 70, heads=8, kv_heads=8, layout_k="heads_expanded", layout_v="heads_expanded"),
+        Case("layout_batch_expanded", 33, 70, batch=3, heads=4, kv_heads=4, layout_k="batch_expanded", layout_v="batch_expanded"),
+        Case("layout_q_expanded", 130, 70, batch=3, heads=4, layout_q="heads_expanded"),
+        Case("layout_offset_one", 40, 60, batch=2, heads=3, kv_heads=3, layout_q="offset_one", layout_k="offset_one",
+             layout_v="offset_one", may_refuse=True),
+        Case("layout_odd_pitch", 40, 60, batch=2, heads=3, kv_heads=3, layout_k="odd_pitch", layout_v="odd_pitch", may_refuse=True),
+        Case("layout_columns", 40, 60, layout_q="every_other_column", layout_k="every_other_column", may_refuse=True),
+        Case("layout_dim_not_last", 40, 60, layout_k="dim_not_last", layout_v="column_major", may_refuse=True),
+        Case("layout_packed_slices", (70, 1, 130), (70, 1, 130), heads=4, kv_heads=4, mask=C, layout_q="slice_of_three",
+             layout_k="slice_of_three", layout_v="slice_of_three"),
+        Case("layout_packed_heads_first", (70, 129), (90, 129), heads=4, layout_q="heads_first", layout_k="heads_first",
+             layout_v="heads_first"),
+        # used lengths; what lies behind them is NaN or inf
+        *(
+            Case(f"used_cache_tail_{bad}", 1, 128, batch=4, heads=8, mask=C, used_k=(30, 64, 97, 1), poison=bad)
+            for bad in ("nan", "inf")
+        ),
+        Case("used_keys", 20, 90, batch=2, heads=4, used_k=(33, 90), poison="nan"),
+        Case("used_keys_zero", 20, 90, batch=3, heads=4, mask=C, used_k=(0, 5, 90), poison="nan"),
+        Case("used_both", 200, 300, batch=3, heads=4, mask=C, used_q=(0, 131, 200), used_k=(40, 129, 300), poison="nan"),
+        Case("used_both_sinks", 150, 300, batch=2, heads=4, mask=C, used_q=(70, 150), used_k=(0, 299), sinks="normal",
+             poison="nan"),
+        Case("used_window", 130, 400, batch=2, mask=Window(60, 10), used_q=(100, 130), used_k=(390, 64), poison="nan"),
+        Case("used_queries", 150, 70, batch=2, used_q=(129, 1), poison="nan"),
+        # packed
+        Case("packed_many_queries_one_key", (61, 40, 128), (1, 1, 1), heads=1, kv_heads=1, head_dim=32, dtype="float16", mask=C,
+             values="normal:3"),
+        Case("packed_more_queries", (61, 40, 128, 1), (10, 39, 127, 3), heads=4, mask=C, values="normal:3"),
+        Case("packed_zero_lengths", (0, 0, 255), (0, 1, 511), heads=8, kv_heads=8, head_dim=128),
+        Case("packed_zero_lengths_causal", (0, 0, 255), (0, 1, 511), heads=8, kv_heads=8, head_dim=128, mask=C),
+        Case("packed_zero_queries_dim256", (0, 300, 211, 0), (635, 436, 210, 768), heads=4, kv_heads=1, head_dim=256),
+        Case("packed_zero_queries_dim64", (0, 300, 211, 0), (635, 436, 210, 768), heads=4, kv_heads=1, mask=C),
+        Case("packed_zero_keys", (70, 129, 5), (0, 200, 0), heads=4, mask=C),
+        Case("packed_zero_keys_sinks", (70, 129, 5), (0, 200, 0), heads=4, mask=C, sinks="normal"),
+        Case("packed_used", (4, 5, 3), (4, 5, 3), mask=C, used_q=(3, 4, 1), used_k=(4, 2, 2), poison="nan"),
+        Case("packed_used_long", (300, 129, 64), (300, 400, 64), heads=4, head_dim=128, mask=C, used_q=(257, 1, 64),
+             used_k=(299, 385, 0), poison="nan"),
+        Case("packed_used_sinks_inf", (300, 129, 64), (300, 400, 64), heads=4, mask=C, used_q=(257, 1, 64), used_k=(299, 385, 0),
+             sinks="normal", poison="inf"),
+        Case("packed_used_padding", (696, 136), (696, 136), mask=C, used_q=(690, 130), used_k=(690, 130), poison="nan"),
+        Case("packed_decode", (1, 0, 1, 0, 1), (4, 0, 2, 0, 6), heads=6, mask=C),
+        Case("packed_decode_long", (1, 1, 2, 1), (700, 129, 64, 1), heads=16, head_dim=128, mask=C),
+        Case("packed_fewer_tokens_than_sequences", (0, 0, 1), (0, 0, 1), heads=12, kv_heads=4, head_dim=120),
+        Case("packed_softcap", (120, 40), (210, 95), heads=4, head_dim=128, mask=C, softcap=12.0, values="normal:2"),
+        Case("packed_sinks", (40, 1, 90), (40, 77, 90), heads=8, kv_heads=1, head_dim=128, mask=C, sinks="normal"),
+        Case("packed_window", (200, 1, 90, 333), (333, 77, 90, 100), heads=6, mask=Window(63, 7)),
+        Case("packed_neighbour_heads_dim72", (70, 129), (70, 129), heads=4, kv_heads=4, head_dim=72, mask=C),
+        Case("packed_neighbour_heads_dim104", (70, 129), (70, 129), heads=4, kv_heads=4, head_dim=104, mask=C),
+        Case("packed_dim256_mqa", (70, 58), (70, 58), heads=4, kv_heads=1, head_dim=256),
+        Case("packed_extra_rows", (70, 0, 130), (90, 5, 129), heads=4, mask=C, extra_rows=37, poison="nan"),
+        Case("packed_extra_rows_sinks", (70, 130), (90, 129), heads=4, mask=C, extra_rows=200, sinks="normal", poison="nan"),
+        Case("packed_no_maxima", (70, 300, 1), (90, 333, 129), heads=4, mask=C, max_lengths=False),
+        Case("packed_no_sequences", (), ()),
+        Case("packed_no_sequences_extra_rows", (), (), extra_rows=70, poison="nan"),
+        Case("packed_all_empty", (0, 0), (0, 0)),
+        Case("packed_tile_lengths", (63, 64, 65, 127, 128, 129, 191, 192, 193), (193, 192, 191, 129, 128, 127, 65, 64, 63), mask=C),
+        Case("packed_300_short", tuple(i % 7 for i in range(300)), tuple(i % 11 for i in range(300)), heads=4, mask=C),
+        # block maxima that move: a kernel that keeps a row's reference from its first block must cope with each of these
+        *(
+            Case(f"{kind}_{mask}_{dtype}", rows, 4096, heads=1, kv_heads=1, head_dim=d, dtype=dtype, mask=m, values=kind)
+            for kind, (mask, m, rows), (dtype, d) in product(
+                ("rise:6.24", "fall:6.24", "jump:100", "cliff:60"),
+                (("full", Full(), 130), ("causal", C, 300)),
+                (("bfloat16", 128), ("float16", 64)),
+            )
+        ),
+        Case("rise_steep", 130, 3000, values="rise:45"),
+        Case("jump_10", 260, 2500, values="jump:10"),
+        Case("jump_huge", 260, 2500, values="jump:3000", slack=2.0),
+        Case("jump_sinks", 260, 2500, values="jump:100", sinks="normal"),
+        Case("rise_window", 600, 4096, mask=Window(1000, 0), values="rise:6.24"),
+        Case("rise_negative_scale", 130, 3000, scale=-0.125, values="rise:6.24"),
+        Case("jump_packed", (130, 1, 200), (2000, 1500, 900), heads=4, mask=C, values="jump:100"),
+        Case("far_keys", 130, 1000, heads=4, head_dim=128, mask=C, values="far_key:40"),
+        # values near the largest float with the probability on several keys: the sum before the division must not overflow
+        Case("huge_v_bf16", 130, 700, heads=4, head_dim=128, values="huge_v:1e38"),
+        Case("huge_v_bf16_same", 130, 700, heads=4, head_dim=128, mask=C, values="same_huge_v:1e38"),
+        Case("huge_v_bf16_same_long", 64, 4096, values="same_huge_v:1e38"),
+        Case("huge_v_fp16", 130, 700, heads=4, dtype="float16", mask=C, values="huge_v:6e4"),
+        Case("huge_v_fp16_same", 130, 700, heads=4, dtype="float16", values="same_huge_v:6e4"),
+        # float32 and float64, for the backends that have them
+        Case("fp32_dim48", 33, 70, batch=2, heads=4, head_dim=48, dtype="float32", mask=C),
+        Case("fp32_long", 700, 1300, batch=2, heads=4, dtype="float32", mask=Window(300, 10), sinks="normal", softcap=8.0),
+        Case("fp32_packed", (70, 0, 600), (90, 5, 640), heads=6, dtype="float32", mask=C),
+        Case("fp32_huge_v", 70, 600, dtype="float32", values="same_huge_v:3e38"),
+        Case("fp64_dense", 130, 600, batch=2, heads=4, dtype="float64", mask=C),
+        Case("fp64_window", 600, 130, heads=4, dtype="float64", mask=Window(50, 20), sinks="normal", sinks_dtype="float64"),
+        Case("fp64_packed", (70, 0, 600), (90, 5, 640), heads=6, dtype="float64", mask=C, softcap=3.0),
+        # more sequences than a grid dimension holds, and more elements than 32 bits count
+        Case("batch_3000", 4, 4, batch=3000),
+        Case("batch_65536", 4, 4, batch=65536, gpu_only=True, spot=(0, 1, 65535)),
+        Case("batch_70000_decode", 1, 8, batch=70000, heads=4, kv_heads=1, gpu_only=True, spot=(0, 65535, 65536, 69999)),
+        Case("packed_70000", (1,) * 70000, (3,) * 70000, mask=C, gpu_only=True, spot=(0, 65535, 65536, 69999)),
+        Case("batch_30000_dim72", 12, 12, batch=30000, heads=16, kv_heads=16, head_dim=72, gpu_only=True,
+             spot=(0, 1, 15000, 29999)),
+        Case("batch_12000_128", 128, 128, batch=12000, heads=16, kv_heads=16, gpu_only=True, spot=(0, 8191, 11999)),
+        Case("elements_beyond_2_31", 1, 8300, batch=1040, heads=16, head_dim=128, gpu_only=True, spot=(0, 1010, 1039)),
+        Case("elements_beyond_2_31_queries", 17000, 64, batch=33, heads=64, kv_heads=64, gpu_only=True, mask=C, spot=(0, 32)),
+        Case("long_16384", 16384, 16384, heads=4, head_dim=128, mask=C, gpu_only=True),
+        Case("long_16384_window", 16384, 16384, heads=4, kv_heads=1, head_dim=128, mask=Window(1023, 0), gpu_only=True),
+        Case("decode_131072", 1, 131072, heads=8, kv_heads=1, head_dim=128, mask=C, gpu_only=True),
+        Case("fp16_960", 960, 960, batch=2, heads=10, kv_heads=10, dtype="float16", gpu_only=True),
+    ]  # fmt: skip
+
+    # lengths around the tile sizes, primes, one
+    lengths = (1, 2, 3, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 251, 383)
+    for i, rows in enumerate(lengths):
+        for j, keys in enumerate(lengths):
+            if (i + 2 * j) % 3:  # a third of the grid covers every row and every column
+                continue
+            mask = (Full(), C, Window(66, 1))[(i + j) % 3]
+            kind = type(mask).__name__.lower()
+            every.append(Case(f"length_{rows}_{keys}_{kind}", rows, keys, mask=mask, head_dim=(64, 128)[(i + j) % 2]))
+    for rows, keys in ((127, 127), (128, 128), (129, 129), (192, 192), (257, 257), (128, 1024), (1031, 1031)):
+        every.append(Case(f"length_{rows}_{keys}_causal_dim128", rows, keys, heads=4, head_dim=128, mask=C))
+
+    # head dimensions
+    for dim in (8, 16, 24, 40, 64, 72, 80, 96, 104, 112, 120, 128, 160, 192, 224, 256):
+        every.append(Case(f"dim{dim}", 150, 270, batch=2, heads=4, head_dim=dim, mask=C))
+        every.append(Case(f"dim{dim}_packed_fp16", (70, 129), (200, 129), heads=3, kv_heads=1, head_dim=dim, dtype="float16"))
+    for dim, dim_v in ((192, 128), (64, 256), (64, 512), (128, 64), (8, 256), (256, 8), (72, 40), (256, 512)):
+        every.append(Case(f"dim{dim}_v{dim_v}", 150, 270, batch=2, heads=4, head_dim=dim, head_dim_v=dim_v, mask=C))
+        every.append(Case(f"dim{dim}_v{dim_v}_packed", (70, 129), (200, 129), heads=4, head_dim=dim, head_dim_v=dim_v))
+
+    # heads to a KV head
+    for group, (rows, mask) in product((1, 3, 5, 7, 8, 12), ((1, Full()), (100, C), (333, Window(100, 0)))):
+        every.append(Case(f"group{group}_rows{rows}", rows, 300, batch=2, heads=2 * group, mask=mask, values="numbered_heads"))
+        every.append(Case(f"group{group}_rows{rows}_normal", rows, 300, heads=2 * group, mask=mask))
+
+    names = [case.name for case in every]
+    assert len(set(names)) == len(names), sorted({n for n in names if names.count(n) > 1})
+    return every
+
+
+CASES = _cases()

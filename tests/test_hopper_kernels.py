@@ -1,0 +1,91 @@
+"""The Hopper kernels without a GPU: every tuned row compiles for sm_90a, and its machine code is what was meant."""
+
+from __future__ import annotations
+
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sass
+
+from attn3.backends.hopper import config, environment
+from attn3.backends.hopper.config import Features
+
+MASKS = {"dense": (False, False), "right": (False, True), "left": (True, True)}
+
+needs_compiler = pytest.mark.skipif(
+    bool(environment.software_reasons()) or sass.disassembler() is None,
+    reason="needs the `hopper` extra and nvdisasm (pip install -e '.[hopper,dev]')",
+)
+
+
+def tuned_features() -> list[Features]:
+    """One kernel for each tuned row and mask kind, and the options that change the loops on top of the common rows."""
+    rows = [
+        Features("bfloat16", row.head_dim, row.head_dim_v, left=left, right=right)
+        for row in config.tuned()
+        for kind in row.masks
+        for left, right in [MASKS[kind]]
+    ]
+    causal = Features("bfloat16", 128, 128, right=True)
+    more = [
+        replace(causal, dtype="float16"),
+        replace(causal, packed=True),
+        replace(causal, lse=False),
+        replace(causal, packed=True, seqused_q=True, seqused_k=True, head_dim=64, head_dim_v=64),
+        replace(causal, softcap=True, sinks=True),
+        replace(causal, negative_scale=True, seqused_k=True),
+        replace(causal, left=True, packed=True, sinks=True, head_dim=256, head_dim_v=256),
+        Features("float16", 72, 72, right=True, packed=True),
+    ]
+    return [*rows, *more]
+
+
+def compile_and_read(features: Features) -> sass.Sass:
+    from attn3.backends.hopper import compile
+
+    with tempfile.TemporaryDirectory() as folder:
+        compile.build(features, options=f"--keep-cubin --dump-dir {folder}")
+        (cubin,) = Path(folder).glob("*.cubin")
+        return sass.read(cubin)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[Features, sass.Sass]:
+    every = tuned_features()
+    with ProcessPoolExecutor(2) as pool:
+        return dict(zip(every, pool.map(compile_and_read, every), strict=True))
+
+
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize("features", tuned_features(), ids=str)
+def test_machine_code(compiled: dict[Features, sass.Sass], features: Features) -> None:
+    code = compiled[features]
+    assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
+    assert code.products > 2 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
+    assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
+    assert code.instructions < 12000, "something is unrolled that should not be"
+
+
+def test_every_row_fits_its_budgets() -> None:
+    for row in config.tuned():
+        row.tile.check(row.head_dim, row.head_dim_v)
+        assert row.provenance, row.label
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_every_head_dim_has_a_tile(kind: str) -> None:
+    left, right = MASKS[kind]
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in range(8, 257, 8):
+            row = config.choose(Features("bfloat16", head_dim, head_dim_v, left=left, right=right))
+            assert row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
+
+
+def test_common_head_dims_get_their_own_row() -> None:
+    for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 64)):
+        row = config.choose(Features("bfloat16", head_dim, head_dim_v))
+        assert (row.head_dim, row.head_dim_v) == (head_dim, head_dim_v)
