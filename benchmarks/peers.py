@@ -38,6 +38,7 @@ class Case:
     window: tuple[int | None, int | None] = (None, None)
     lengths: tuple[int, ...] | None = None
     label: str = ""
+    lse: bool = True  # attn3 also returns the log-sum-exp, which the flash kernels beside it always write
 
     @property
     def attn3_mask(self) -> attn3.Mask:
@@ -95,11 +96,13 @@ def make_attn3(case: Case, x: Inputs) -> Call:
     backend = "hopper" if x.q.is_cuda else "cpu"
     mask = case.attn3_mask
     if case.lengths is None:
-        return lambda: attn3.attention(x.q, x.k, x.v, mask=mask, backend=backend)
+        if not case.lse:
+            return lambda: attn3.attention(x.q, x.k, x.v, mask=mask, backend=backend)
+        return lambda: attn3.attention(x.q, x.k, x.v, mask=mask, return_lse=True, backend=backend)[0]
     return lambda: attn3.varlen_attention(
         x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, max_seqlen_q=x.max_seqlen, max_seqlen_k=x.max_seqlen,
-        mask=mask, backend=backend,
-    )  # fmt: skip
+        mask=mask, return_lse=True, backend=backend,
+    )[0]  # fmt: skip
 
 
 def make_attn3_dense(case: Case, x: Inputs) -> Call:
@@ -108,7 +111,7 @@ def make_attn3_dense(case: Case, x: Inputs) -> Call:
         raise Absent("the sequences differ in length")
     q, k, v = (t.view(len(case.lengths), case.lengths[0], *t.shape[1:]) for t in (x.q, x.k, x.v))
     backend, mask = "hopper" if x.q.is_cuda else "cpu", case.attn3_mask
-    return lambda: attn3.attention(q, k, v, mask=mask, backend=backend).flatten(0, 1)
+    return lambda: attn3.attention(q, k, v, mask=mask, return_lse=True, backend=backend)[0].flatten(0, 1)
 
 
 def _make_sdpa(case: Case, x: Inputs, backend: SDPBackend | None) -> Call:

@@ -113,7 +113,7 @@ def varlen() -> list[Cell]:
 
 def host() -> list[Cell]:
     return [
-        Cell("host", peers.Case(1, 128, 2, 2, 128, mask, label="eager call"), _with("attn3 sdpa fa3 fa4"))
+        Cell("host", peers.Case(1, 128, 2, 2, 128, mask, label="eager call", lse=False), _with("attn3 sdpa fa3 fa4"))
         for mask in ("dense", "causal")
     ]
 
@@ -129,7 +129,7 @@ def smoke() -> list[Cell]:
             peers.Case(5, 112, 2, 2, 64, "causal", lengths=lengths, label="five sequences"),
             _with("attn3 attn3-dense fa3"),
         ),
-        Cell("host", peers.Case(1, 16, 2, 2, 64, label="eager call"), _with("attn3 sdpa")),
+        Cell("host", peers.Case(1, 16, 2, 2, 64, label="eager call", lse=False), _with("attn3 sdpa")),
     ]
 
 
