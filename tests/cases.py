@@ -115,7 +115,7 @@ def _offsets(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
 
 def _fill(recipe: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     """Changes normal inputs in place. Axes from the end: head_dim, heads, tokens."""
-    name, *numbers = recipe.split(":")
+    name, *numbers = recipe.removesuffix(":huge_v").split(":")
     number = [float(n) for n in numbers]
     dim, keys = q.shape[-1], k.shape[-3]
     position = torch.arange(keys, device=k.device, dtype=k.dtype)[:, None]
@@ -168,6 +168,8 @@ def _fill(recipe: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         if name == "cliff":  # all that follows the first keys vanishes
             step[:5] = number[0]
         k[..., 0] = step / (4.0 * scale)
+        if recipe.endswith(":huge_v"):
+            v.copy_(v.sign() * 1e38)
     else:
         raise KeyError(recipe)
 
@@ -394,6 +396,11 @@ def _cases() -> list[Case]:
             )
         ),
         Case("rise_steep", 130, 3000, values="rise:45"),
+        # a climb so steady that no block stands out from what came before
+        Case("rise_steady_fp16_d64", 130, 6000, dtype="float16", values="rise:0.5"),
+        Case("rise_steady_fp16_d128", 130, 6000, head_dim=128, dtype="float16", values="rise:0.5"),
+        Case("rise_steady_bf16_d128", 130, 6000, head_dim=128, values="rise:0.6"),
+        Case("rise_steady_huge_v", 70, 6000, head_dim=128, values="rise:0.5:huge_v"),
         Case("jump_10", 260, 2500, values="jump:10"),
         Case("jump_huge", 260, 2500, values="jump:3000", slack=2.0),
         Case("jump_sinks", 260, 2500, values="jump:100", sinks="normal"),

@@ -30,7 +30,7 @@ def test_sdpa(case: Case) -> None:
         with pytest.raises(NotImplementedError) as caught:
             ops.forward(problem, "sdpa")
         assert all(reason in str(caught.value) for reason in reasons)
-    elif case.values.startswith(("huge_v", "same_huge_v", "jump:3000")) or abs(problem.scale) > 4:
+    elif ("huge_v" in case.values or case.values == "jump:3000") or abs(problem.scale) > 4:
         pytest.skip("torch's own kernel overflows or loses accuracy on these values")
     else:
         _judge(case, problem, "sdpa")

@@ -21,6 +21,7 @@ from attn3.backends.hopper.parts.mma import pack, rows_view
 
 NEG_INF = -float("inf")
 LN2 = math.log(2.0)
+SETTLED = 1024.0  # a P beyond this (and GROWTH) re-bases its row in any case, so that a long steady climb cannot overflow
 GROWTH = 5.0  # decides how much of a growing P's rounding stays: root mean square error at most 1.05 of an online loop's
 
 
@@ -77,14 +78,15 @@ def frozen(S_mn, c, rows: Rows):
 @cute.jit
 def settle(S, P, O_mn, rows: Rows, sums, peaks, start: cutlass.Constexpr):
     """P <- S in 16 bits; add the block's sums. If a row's peak is above all that it had before by GROWTH, re-base the warp's
-    rows first: a row whose sum is large already does not care. O must be at rest.
+    rows first: a row whose sum is large already does not care, up to SETTLED. O must be at rest.
     """
     S_mn = rows_view(S)
     pack(S, P)
     new = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(2):
         new[r] = sums[r]
-    if cute.arch.vote_any_sync(cute.arch.fmax(peaks[0] - rows.sum[0], peaks[1] - rows.sum[1]) > GROWTH * 2.0**start):
+    before = [cute.arch.fmin(rows.sum[r], Float32(SETTLED * 2.0**start)) for r in range(2)]
+    if cute.arch.vote_any_sync(cute.arch.fmax(peaks[0] - before[0], peaks[1] - before[1]) > GROWTH * 2.0**start):
         for r in cutlass.range_constexpr(2):
             top = S_mn[r, None].load().reduce(cute.ReductionOp.MAX, Float32(2.0**start), 0)
             top = cute.arch.warp_reduction_max(top, threads_in_group=4)
