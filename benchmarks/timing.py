@@ -54,6 +54,7 @@ class Replay:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        self.call = call  # the graph holds addresses only; the call keeps its inputs alive
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.out = call()
