@@ -145,3 +145,22 @@ def test_compiles_without_a_break() -> None:
     for seqlen in (130, 259, 600):
         q, k, v = inputs(seqlen)
         assert torch.equal(block(q, k, v), run(q * 2, k, v) + 1)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_tile_done_again(dim: int, packed: bool) -> None:
+    """Each SM has many tiles, and in each of them scores jump by more than float32's exponents hold: lists fill up."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    seqlen, heads, batch = 1024, 16, 16
+    q, k, v = (torch.randn(batch, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
+    q[..., 0], k[..., 0] = 4.0, 0.0
+    k[:, 700, :, 0] = 4096.0  # about 2000 nats at head_dim 64, for every row
+    want = v[:, 700:701].expand_as(v)
+    if packed:
+        cu = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * seqlen
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        got = varlen_attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, backend="hopper").view_as(want)
+    else:
+        got = run(q, k, v, mask=None)
+    torch.testing.assert_close(got, want)
