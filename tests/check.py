@@ -1,4 +1,4 @@
-"""THE comparer: a result against the float64 oracle, under an error budget.
+"""THE comparer: a result, or gradients, against the float64 oracle, under an error budget.
 
 Largest error at most twice that of the same-precision PyTorch run (float32 arithmetic, probabilities rounded to the input
 dtype, result rounded to the output dtype) plus 4 ulp of the largest value; the root mean square error likewise, with half an ulp
@@ -41,6 +41,63 @@ def compare(problem: Problem, out: Tensor, lse: Tensor, *, slack: float = 1.0) -
         raise AssertionError("\n".join([problem.describe(), *findings]))
 
 
+def compare_grads(
+    problem: Problem, grads: tuple[Tensor | None, ...], dout: Tensor | None, dlse: Tensor | None, *, slack: float = 1.0
+) -> None:
+    """The gradients of q, k, v and sinks (None without sinks) for given gradients of out and lse (None: nothing depends on it)."""
+    p, dtype = problem, problem.q.dtype
+    inputs = {name: t for name, t in (("q", p.q), ("k", p.k), ("v", p.v), ("sinks", p.sinks)) if t is not None}
+    given = dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
+    findings = []
+    for name, t in inputs.items():
+        got = given[name]
+        if got is None or got.shape != t.shape or got.dtype != t.dtype or got.device != t.device:
+            what = "None" if got is None else f"{tuple(got.shape)} {got.dtype} {got.device}"
+            findings.append(f"d{name}: is {what}, should be like {name}, {tuple(t.shape)} {t.dtype} {t.device}")
+    if p.sinks is None and given["sinks"] is not None:
+        findings.append("dsinks: there are no sinks, should be None")
+    if not findings:
+        exact, lse = _reference_grads(p, inputs, dout, dlse, torch.float64, None)
+        low = exact
+        if dtype != torch.float64:
+            low, _ = _reference_grads(p, inputs, dout, dlse, torch.float32, None if dtype == torch.float32 else dtype)
+        for name in inputs:
+            # a sink's gradient is a sum over products with out, which has q's dtype; its own dtype promises too much
+            floor = max(dtype, given[name].dtype, key=lambda d: torch.finfo(d).eps)
+            # dS takes rowsum(dO * O) from out as it was stored, rounded, which the plain run does not: an ulp on the mean, not half
+            got, plain = given[name].to(floor), low[name].to(floor)
+            # and the terms of that sum cancel; each is as exact as the float32 lse
+            ulps = 256 if dtype == torch.float64 else 32 if name == "sinks" else 4
+            findings += _numbers(f"d{name}", got, exact[name], plain, 2 * slack, ulps, ulps / 8 if name == "sinks" else 1.0)
+        rows = given["q"].transpose(-3, -2)[torch.isneginf(lse)]
+        keys = ((exact["k"] == 0) & (exact["v"].abs().amax(-1, keepdim=True) == 0)).all(-1)
+        for name, dead in (("dq", rows), ("dk", given["k"][keys]), ("dv", given["v"][keys])):
+            nonzero = (dead != 0).sum().item()  # NaN included
+            if nonzero:
+                findings.append(f"{name}: {nonzero} elements of what sees nothing or is not seen are not exactly 0")
+    if findings:
+        raise AssertionError("\n".join([problem.describe(), *findings]))
+
+
+def _reference_grads(
+    problem: Problem, inputs: dict[str, Tensor], dout: Tensor | None, dlse: Tensor | None, dtype: torch.dtype,
+    round_p: torch.dtype | None,
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+    """Gradients by name, and the lse of the keys alone."""
+    leaves = {name: t.detach().to(dtype, copy=True).requires_grad_() for name, t in inputs.items()}
+    out, lse = reference(dataclasses.replace(problem, **leaves), compute_dtype=dtype, round_p=round_p)
+    with torch.no_grad():
+        alone = lse if problem.sinks is None else reference(dataclasses.replace(problem, sinks=None))[1]
+    pairs = [(a, d.to(dtype)) for a, d in ((out, dout), (lse, dlse)) if d is not None and a.requires_grad]
+    if not pairs:  # nothing in use
+        return {name: torch.zeros_like(t) for name, t in leaves.items()}, alone
+    results, given = zip(*pairs, strict=True)
+    found = torch.autograd.grad(results, list(leaves.values()), given, allow_unused=True)
+    return {
+        name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(leaves.items(), found, strict=True)
+    }, alone.detach()
+
+
 def part(problem: Problem, out: Tensor, lse: Tensor, b: int) -> tuple[Problem, Tensor, Tensor]:
     """One sequence of a call, for spot checks of what is too big to check as a whole."""
     p, one = problem, slice(b, b + 1)
@@ -69,7 +126,7 @@ def _layout(problem: Problem, out: Tensor, lse: Tensor) -> list[str]:
     return findings
 
 
-def _numbers(name: str, got: Tensor, exact: Tensor, low: Tensor, factor: float, ulps: int) -> list[str]:
+def _numbers(name: str, got: Tensor, exact: Tensor, low: Tensor, factor: float, ulps: int, mean_ulps: float = 0.5) -> list[str]:
     if not exact.numel():
         return []
     ulp = torch.finfo(got.dtype).eps
@@ -102,7 +159,7 @@ def _numbers(name: str, got: Tensor, exact: Tensor, low: Tensor, factor: float, 
         return []
     # a fault that is small everywhere (a key too many among thousands) hides below 4 ulp of the largest value, but not in the mean
     plain = _root_mean_square(low_errors)
-    usual = factor * plain + ulps / 8 * ulp * _root_mean_square(exact) + 1e-3 * ulp
+    usual = factor * plain + ulps / 4 * mean_ulps * ulp * _root_mean_square(exact) + 1e-3 * ulp
     mean = _root_mean_square(errors)
     if mean <= usual:
         return []

@@ -166,13 +166,12 @@ def test_a_named_backend_is_refused_with_every_reason() -> None:
 
 
 def test_gradients_are_refused_rather_than_dropped() -> None:
+    """By a backend that has none; one that was named is not replaced."""
     q, k, v = inputs()
     q.requires_grad_()
-    with pytest.raises(Unsupported, match="no backward yet.*no_grad"):
-        attn3.attention(q, k, v, backend="cpu")
-    with pytest.raises(Unsupported) as caught:
-        attn3.attention(q, k, v, score=Softcap(3.0))
-    assert all(f"{name}:" in str(caught.value) for name in registry.backends())
+    with pytest.raises(Unsupported, match="requires grad and the backward pass is not implemented"):
+        attn3.attention(q, k, v, backend="hopper")
+    assert attn3.attention(q, k, v, score=Softcap(3.0)).requires_grad
     with torch.no_grad():
         assert not attn3.attention(q, k, v, score=Softcap(3.0)).requires_grad
 

@@ -1,34 +1,45 @@
-"""The dispatcher op ``attn3::forward`` and the eager short cut around it.
+"""The dispatcher ops ``attn3::forward`` and ``attn3::backward``, autograd over them, and the eager short cut around them.
 
-The op is what ``torch.compile``, export, selective checkpointing and FLOP counters see. An eager call without any of those
-skips the dispatcher (several microseconds of host time) and runs the same function.
+The ops are what ``torch.compile``, export, selective checkpointing and FLOP counters see. An eager call without any of those
+that needs no gradient skips the dispatcher (several microseconds of host time) and runs the same function.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attn3 import registry
+from attn3.errors import Unsupported
 from attn3.problem import Problem, mask_from_window
 from attn3.scores import Softcap
 
 _LIBRARY = torch.library.Library("attn3", "DEF")
+_OPTIONS = (
+    "float scale, SymInt? window_left=None, SymInt? window_right=None, float? softcap=None, Tensor? sinks=None,"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None,"
+    " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str? backend=None"
+)
+_LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}) -> (Tensor, Tensor)", tags=[torch.Tag.pt2_compliant_tag])
 _LIBRARY.define(
-    "forward(Tensor q, Tensor k, Tensor v, *, float scale, SymInt? window_left=None, SymInt? window_right=None,"
-    " float? softcap=None, Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None,"
-    " Tensor? seqused_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str? backend=None) -> (Tensor, Tensor)",
+    f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, *, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
 
-def _forward_op(
+def _problem(
     q, k, v, *, scale, window_left=None, window_right=None, softcap=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, backend=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
 ):  # fmt: skip
     mask, score = mask_from_window(window_left, window_right), None if softcap is None else Softcap(softcap)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    problem = Problem(q, k, v, mask, score, scale, sinks, *lengths)
+    return Problem(q, k, v, mask, score, scale, sinks, *lengths)
+
+
+def _forward_op(q, k, v, *, backend=None, **options):
+    problem = _problem(q, k, v, **options)
     return registry.select(problem, backend).forward(problem)
 
 
@@ -38,27 +49,155 @@ def _forward_fake(q, k, v, *, cu_seqlens_q=None, **_):
     return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
+def _backward_op(dout, dlse, q, k, v, out, lse, *, backend=None, **options):
+    """(dq, dk, dv, dsinks); dsinks has no elements where there are no sinks."""
+    with torch.no_grad():
+        problem = _problem(q, k, v, **options)
+        chosen = registry.select(problem, backend)
+        if not isinstance(chosen, registry.Differentiable):
+            raise Unsupported(f"backend {chosen.name!r} has no backward pass of its own; pass backend='cpu'")
+        dq, dk, dv, dsinks = chosen.backward(problem, dout, out, lse, dlse)
+        return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+
+
+def _backward_fake(dout, dlse, q, k, v, out, lse, *, sinks=None, **_):
+    return *(t.new_empty(t.shape) for t in (q, k, v)), q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+
+
 _LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("backward", _backward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("attn3::forward", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("attn3::backward", _backward_fake, lib=_LIBRARY)
+
+
+class _Attention(torch.autograd.Function):
+    """The two ops as one differentiable function of q, k, v and sinks."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scale, window_left, window_right, softcap, max_seqlen_q,
+        max_seqlen_k, backend,
+    ):  # fmt: skip
+        return torch.ops.attn3.forward(
+            q, k, v, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap, sinks=sinks,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        tensors, numbers = inputs[:8], inputs[8:]
+        ctx.scale, ctx.window_left, ctx.window_right, ctx.softcap, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.backend = numbers
+        ctx.set_materialize_grads(False)  # a result that nothing depends on then arrives as None
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        rest = (None,) * 11
+        if dout is None:
+            if dlse is None:
+                return None, None, None, None, *rest
+            out = ctx.saved_tensors[-2]
+            dout = out.new_zeros(()).expand(out.shape)
+        options = ctx.scale, ctx.window_left, ctx.window_right, ctx.softcap, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.backend
+        # a compiled graph is differentiated once only, and torch says so itself
+        run = _Gradient.forward if torch.compiler.is_compiling() else _Gradient.apply
+        gradients = run(dout, dlse, *ctx.saved_tensors, *options)
+        return *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)), *rest
+
+
+class _Gradient(torch.autograd.Function):
+    """The backward op, as a function that raises when it is differentiated.
+
+    ``once_differentiable`` is no substitute: gradients of gradients under ``torch.func.grad`` would be zeros, without a word.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        dout, dlse, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, scale, window_left, window_right,
+        softcap, max_seqlen_q, max_seqlen_k, backend,
+    ):  # fmt: skip
+        return torch.ops.attn3.backward(
+            dout, dlse, q, k, v, out, lse, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap,
+            sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend,
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise Unsupported(
+            "the gradient of attention was differentiated again (create_graph=True, torch.func.grad of a gradient): second"
+            ' derivatives are not supported; backend="sdpa" has them where torch does'
+        )
 
 
 def forward(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of a checked problem, through the dispatcher whenever somebody listens there. lse may be None if not asked for."""
-    if torch.compiler.is_compiling() or _observed(problem):
-        left, right = problem.window
-        return torch.ops.attn3.forward(
-            problem.q, problem.k, problem.v, scale=problem.scale, window_left=left, window_right=right, softcap=problem.softcap,
-            sinks=problem.sinks, cu_seqlens_q=problem.cu_seqlens_q, cu_seqlens_k=problem.cu_seqlens_k, seqused_q=problem.seqused_q,
-            seqused_k=problem.seqused_k, max_seqlen_q=problem.max_seqlen_q, max_seqlen_k=problem.max_seqlen_k, backend=backend,
-        )  # fmt: skip
-    return registry.select(problem, backend).forward(problem)
+    if torch.compiler.is_compiling():
+        return _differentiably(problem, backend) if problem.needs_grad else _through_dispatcher(problem, backend)
+    if _observed(problem):
+        dual = forward_ad._current_level >= 0
+        if dual:
+            _check_no_tangents(problem)
+        # below a functorch level nothing tells whether an outer one wants a gradient
+        transformed = dual or torch._C._functorch.peek_interpreter_stack() is not None
+        return _differentiably(problem, backend) if transformed or problem.needs_grad else _through_dispatcher(problem, backend)
+    chosen = registry.select(problem, backend)
+    if hasattr(chosen, "backward") and problem.needs_grad:
+        return _differentiable(problem, chosen.name)
+    return chosen.forward(problem)
+
+
+def _differentiably(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    """Chooses the backend here, where the problem still tells that it needs a gradient: the op itself runs without."""
+    if not problem.needs_grad:
+        return _differentiable(problem, registry.select(problem, backend).name)
+    chosen = registry.select_differentiable(problem, backend)
+    if hasattr(chosen, "backward"):
+        return _differentiable(problem, chosen.name)
+    return chosen.forward(problem)  # torch sees through it
+
+
+def _differentiable(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    p, (left, right) = problem, problem.window
+    return _Attention.apply(
+        p.q, p.k, p.v, p.sinks, p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k, p.scale, left, right, p.softcap,
+        p.max_seqlen_q, p.max_seqlen_k, backend,
+    )  # fmt: skip
+
+
+def _through_dispatcher(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
+    left, right = problem.window
+    return torch.ops.attn3.forward(
+        problem.q, problem.k, problem.v, scale=problem.scale, window_left=left, window_right=right, softcap=problem.softcap,
+        sinks=problem.sinks, cu_seqlens_q=problem.cu_seqlens_q, cu_seqlens_k=problem.cu_seqlens_k, seqused_q=problem.seqused_q,
+        seqused_k=problem.seqused_k, max_seqlen_q=problem.max_seqlen_q, max_seqlen_k=problem.max_seqlen_k, backend=backend,
+    )  # fmt: skip
+
+
+def _check_no_tangents(problem: Problem) -> None:
+    for name in ("q", "k", "v", "sinks"):
+        tensor = getattr(problem, name)
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise Unsupported(
+                f"{name} has a tangent: forward-mode differentiation (jvp, jacfwd, hessian) of attention is not supported; use"
+                " reverse mode (backward, torch.func.grad, jacrev)"
+            )
 
 
 def _observed(problem: Problem) -> bool:
-    """Is there a dispatch mode, a functorch level, a meta tensor or a tensor subclass that must see the op?"""
+    """Is there a dispatch mode, a functorch level, a dual level, a meta tensor or a tensor subclass that must see the op?"""
     if problem.q.is_meta or torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return not all(type(t) in _PLAIN for t in (problem.q, problem.k, problem.v))
+    return forward_ad._current_level >= 0 or not all(type(t) in _PLAIN for t in (problem.q, problem.k, problem.v))
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -7,7 +7,7 @@ refused; it is never replaced silently.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -29,6 +29,23 @@ class Backend(Protocol):
         """(out, lse): out contiguous, in q's dtype, shape ``problem.out_shape()``; lse float32, ``problem.lse_shape()``.
 
         Where ``problem.return_lse`` is False, lse may be None.
+        """
+
+
+@runtime_checkable
+class Differentiable(Backend, Protocol):
+    """A backend with a backward pass of its own.
+
+    A backend without one either has a forward that torch differentiates, and says so by ``through_torch = True`` (sdpa), or
+    refuses calls with ``problem.needs_grad`` (hopper).
+    """
+
+    def backward(
+        self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(dq, dk, dv, dsinks), contiguous, in the shapes and dtypes of q, k, v and sinks; dsinks None without sinks.
+
+        out and lse are those of ``forward``. dout and dlse may have any strides, 0 included; dlse None stands for zeros.
         """
 
 
@@ -78,6 +95,21 @@ def select(problem: Problem, name: str | None = None) -> Backend:
         refused[candidate] = reasons
     lines = [f"{name}:\n{_bullets(reasons)}" for name, reasons in refused.items()]
     raise Unsupported(f"no backend can run this call ({problem.describe()})\n" + "\n".join(lines))
+
+
+def select_differentiable(problem: Problem, name: str | None = None) -> Backend:
+    """``select`` for a problem that needs a gradient, in code that ``torch.compile`` can trace.
+
+    A backend that cannot differentiate is passed over without being asked: what it says besides (about software, devices) cannot
+    be traced.
+    """
+    name = name or settings.default_backend()
+    if name is None:
+        for candidate in _order(problem):
+            backend = backends()[candidate]
+            if (hasattr(backend, "backward") or getattr(backend, "through_torch", False)) and not backend.refusals(problem):
+                return backend
+    return select(problem, name)
 
 
 def _bullets(reasons: list[str]) -> str:

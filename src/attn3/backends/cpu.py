@@ -1,14 +1,16 @@
-"""Attention in torch ops: tiled online softmax over the same blocks of keys as the kernels visit.
+"""Attention in torch ops: tiled online softmax over the same blocks of keys as the kernels visit, and its gradients.
 
 Runs on any torch device and needs memory linear in the sequence length: a fixed workspace (``_WORKSPACE_BYTES``) besides inputs
-and outputs. All (batch, KV head) pairs that fit the workspace go through one batched matrix product per (query tile, key block);
-the query heads that share a KV head are folded into the rows, so K and V are never expanded. Arithmetic is float32 (float64
-for float64 inputs), probabilities are not rounded. Forward only.
+and outputs, and in the backward pass the gradients of K and V of at least one KV head in the precision of the arithmetic. All
+(batch, KV head) pairs that fit the workspace go through one batched matrix product per (query tile, key block); the query heads
+that share a KV head are folded into the rows, so K and V are never expanded, and the sum of their gradients over a group is part
+of the product. Arithmetic is float32 (float64 for float64 inputs), probabilities are not rounded.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,15 +29,15 @@ _BLOCK_KEYS = 512
 _WORKSPACE_BYTES = 24 * 2**20
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
+# Beyond this a float32 log-sum-exp is too coarse to take exponents against: here it is off by up to 2^-15, at 2^24 by whole units.
+_COARSE_LSE = 2.0**10
 
 
 class CpuBackend:
     name = "cpu"
-    summary = "tiled online softmax in torch ops, any torch device, linear memory, forward only"
+    summary = "tiled online softmax in torch ops, any torch device, linear memory, forward and backward"
 
     def refusals(self, problem: Problem) -> list[str]:
-        if problem.needs_grad:
-            return ['it has no backward yet: call it under torch.no_grad(), or pass backend="sdpa" where that fits']
         return []
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -46,35 +48,69 @@ class CpuBackend:
         run(p, out, lse)
         return out, lse
 
+    def backward(
+        self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        p = problem
+        # zeros are the answer for all that the loops below do not reach
+        dq, dk, dv = (t.new_zeros(t.shape) for t in (p.q, p.k, p.v))
+        dsinks = None if p.sinks is None else p.q.new_zeros(p.heads, dtype=_accumulator(p.q))
+        rule = Rule(p.window, p.scale, p.softcap, p.sinks)
+        with torch.autocast(p.q.device.type, enabled=False):
+            # float64 is not served by a float32 log-sum-exp at all
+            coarse = p.q.dtype == torch.float64 or bool(((lse.abs() > _COARSE_LSE) & lse.isfinite()).any())
+            for part in _parts(p):
+                of_lse = None if dlse is None else part.per_row(dlse)
+                _differentiate(
+                    part.queries(p.q), part.keys(p.k), part.keys(p.v), part.queries(out), part.per_row(lse), part.queries(dout),
+                    of_lse, part.queries(dq), part.keys(dk), part.keys(dv), dsinks, rule, coarse,
+                )  # fmt: skip
+        return dq, dk, dv, None if dsinks is None else dsinks.to(p.sinks.dtype)
+
 
 def run(problem: Problem, out: Tensor | None, lse: Tensor) -> None:
     """Writes out (None: not wanted, V is not read) and lse of all rows in use."""
-    with torch.autocast(problem.q.device.type, enabled=False):  # it would turn the float32 products below into half precision
-        _run(problem, out, lse)
-
-
-def _run(problem: Problem, out: Tensor | None, lse: Tensor) -> None:
     p = problem
     rule = Rule(p.window, p.scale, p.softcap, p.sinks)
+    with torch.autocast(p.q.device.type, enabled=False):  # it would turn the float32 products below into half precision
+        for part in _parts(p):
+            out_part = None if out is None else part.queries(out)
+            _attend(part.queries(p.q), part.keys(p.k), part.keys(p.v), out_part, part.per_row(lse), rule)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Sequences of one length: the rows and keys in use, as views in dense layout. All None: the whole dense call."""
+
+    batch: slice | None = None  # None beside `rows`: one packed sequence
+    row: slice | None = None
+    key: slice | None = None
+
+    def queries(self, t: Tensor) -> Tensor:
+        return t if self.row is None else t[None, self.row] if self.batch is None else t[self.batch, self.row]
+
+    def keys(self, t: Tensor) -> Tensor:
+        return t if self.key is None else t[None, self.key] if self.batch is None else t[self.batch, self.key]
+
+    def per_row(self, t: Tensor) -> Tensor:
+        """Of what has lse's layout."""
+        return t if self.row is None else t[None, :, self.row] if self.batch is None else t[self.batch, :, self.row]
+
+
+def _parts(p: Problem) -> Iterator[_Part]:
     if not p.packed and p.seqused_q is None and p.seqused_k is None:
-        _attend(p.q, p.k, p.v, out, lse, rule)
+        yield _Part()
         return
     used_q = None if p.seqused_q is None else p.seqused_q.tolist()
     used_k = None if p.seqused_k is None else p.seqused_k.tolist()
     if p.packed:
         starts_q, starts_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
     for b in range(p.batch):
-        if p.packed:
-            of_q, of_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
-            q, k, v, lse_b = p.q[None, of_q], p.k[None, of_k], p.v[None, of_k], lse[None, :, of_q]
-            out_b = None if out is None else out[None, of_q]
-        else:
-            one = slice(b, b + 1)
-            q, k, v, lse_b, out_b = p.q[one], p.k[one], p.v[one], lse[one], None if out is None else out[one]
-        rows = q.shape[1] if used_q is None else used_q[b]
-        keys = k.shape[1] if used_k is None else used_k[b]
-        out_b = None if out_b is None else out_b[:, :rows]
-        _attend(q[:, :rows], k[:, :keys], v[:, :keys], out_b, lse_b[..., :rows], rule)
+        start_q, end_q = (starts_q[b], starts_q[b + 1]) if p.packed else (0, p.q.shape[1])
+        start_k, end_k = (starts_k[b], starts_k[b + 1]) if p.packed else (0, p.k.shape[1])
+        end_q = end_q if used_q is None else start_q + used_q[b]
+        end_k = end_k if used_k is None else start_k + used_k[b]
+        yield _Part(None if p.packed else slice(b, b + 1), slice(start_q, end_q), slice(start_k, end_k))
 
 
 @dataclass(frozen=True)
@@ -94,26 +130,80 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, ru
     if batch == 0 or query_length == 0 or heads == 0:
         return
     group = heads // kv_heads
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rows = min(query_length, max(1, _TILE_ROWS // group))
-    keys = max(1, min(key_length, _BLOCK_KEYS))
+    dtype = _accumulator(q)
+    rows, keys = _tile_shape(query_length, key_length, group)
     # q, scores, the accumulator and its final quotient; K and V in float32
     pair_bytes = dtype.itemsize * (group * rows * (dim + keys + 2 * dim_v) + keys * (dim + dim_v))
-    pairs = max(1, _WORKSPACE_BYTES // pair_bytes)
-    heads_at_once = min(kv_heads, pairs)
-    batch_at_once = min(batch, max(1, pairs // kv_heads))
+    batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes)
     scores = q.new_empty(batch_at_once * heads_at_once * group * rows * keys, dtype=dtype)
+    for some, kv_some, q_some in _pieces(batch, kv_heads, group, batch_at_once, heads_at_once):
+        sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * _LOG2_E
+        for row in range(0, query_length, rows):
+            of_q = slice(row, min(row + rows, query_length))
+            tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, sinks, scores)
+            tile.visit_keys(k[some, :, kv_some], None if out is None else v[some, :, kv_some], keys)
+            tile.store(None if out is None else out[some, of_q, q_some], lse[some, q_some, of_q])
+
+
+def _differentiate(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dq: Tensor,
+                   dk: Tensor, dv: Tensor, dsinks: Tensor | None, rule: Rule, coarse: bool) -> None:  # fmt: skip
+    """Sequences of one length, dense layout: writes dq, dk and dv, adds to dsinks. The pieces are those of the forward pass."""
+    batch, query_length, heads, dim = q.shape
+    key_length, kv_heads, dim_v = v.shape[1:]
+    if batch == 0 or query_length == 0 or heads == 0:
+        return
+    group = heads // kv_heads
+    dtype = _accumulator(q)
+    rows, keys = _tile_shape(query_length, key_length, group)
+    # q, dq, out, dout, and P, dP and the slope of a softcap; K and V of a block, their gradients as a whole
+    pair_bytes = dtype.itemsize * (group * rows * (2 * dim + 2 * dim_v + 3 * keys) + (keys + key_length) * (dim + dim_v))
+    batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes)
+    workspace = q.new_empty(3, batch_at_once * heads_at_once * group * rows * keys, dtype=dtype)
+    for some, kv_some, q_some in _pieces(batch, kv_heads, group, batch_at_once, heads_at_once):
+        sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * _LOG2_E
+        k_some, v_some = k[some, :, kv_some], v[some, :, kv_some]
+        pairs = k_some.shape[0] * k_some.shape[2]
+        dk_some = k.new_zeros(pairs, key_length, dim, dtype=dtype)
+        dv_some = k.new_zeros(pairs, key_length, dim_v, dtype=dtype)
+        for row in range(0, query_length, rows):
+            of_q = slice(row, min(row + rows, query_length))
+            met = sinks if coarse else None  # a tile that has met nothing leaves its gradient to lse
+            tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, met, workspace[0])
+            if coarse:
+                tile.visit_keys(k_some, None, keys)
+            gradient = _TileGradient(
+                tile, out[some, of_q, q_some], lse[some, q_some, of_q], dout[some, of_q, q_some],
+                None if dlse is None else dlse[some, q_some, of_q], workspace[1:],
+            )  # fmt: skip
+            gradient.visit_keys(k_some, v_some, keys, dk_some, dv_some)
+            gradient.store(dq[some, of_q, q_some])
+            if sinks is not None and dsinks is not None:
+                dsinks[q_some] += gradient.of_sinks(sinks)
+        for whole, acc in ((dk, dk_some), (dv, dv_some)):
+            target = whole[some, :, kv_some]
+            target.copy_(acc.view(target.shape[0], target.shape[2], key_length, acc.shape[-1]).transpose(1, 2))
+
+
+def _accumulator(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _tile_shape(query_length: int, key_length: int, group: int) -> tuple[int, int]:
+    return min(query_length, max(1, _TILE_ROWS // group)), max(1, min(key_length, _BLOCK_KEYS))
+
+
+def _pairs_at_once(batch: int, kv_heads: int, pair_bytes: int) -> tuple[int, int]:
+    """How many sequences and how many of their KV heads fit the workspace together."""
+    pairs = max(1, _WORKSPACE_BYTES // pair_bytes)
+    return min(batch, max(1, pairs // kv_heads)), min(kv_heads, pairs)
+
+
+def _pieces(batch: int, kv_heads: int, group: int, batch_at_once: int, heads_at_once: int) -> Iterator[tuple[slice, slice, slice]]:
+    """(sequences, KV heads, query heads) of each piece."""
     for b in range(0, batch, batch_at_once):
-        some = slice(b, b + batch_at_once)
         for h in range(0, kv_heads, heads_at_once):
-            kv_some = slice(h, h + heads_at_once)
-            q_some = slice(h * group, (h + heads_at_once) * group)
-            sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * _LOG2_E
-            for row in range(0, query_length, rows):
-                of_q = slice(row, min(row + rows, query_length))
-                tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, sinks, scores)
-                tile.visit_keys(k[some, :, kv_some], None if out is None else v[some, :, kv_some], keys)
-                tile.store(None if out is None else out[some, of_q, q_some], lse[some, q_some, of_q])
+            end = h + heads_at_once
+            yield slice(b, b + batch_at_once), slice(h, end), slice(h * group, end * group)
 
 
 class _Tile:
@@ -131,7 +221,7 @@ class _Tile:
         self.rule, self.lengths, self.first_row, self.rows, self.scores = rule, lengths, first_row, rows, scores
         self.headroom = float(max(lengths[1], 1).bit_length())
         dtype = scores.dtype
-        self.q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).to(dtype).reshape(-1, group * rows, dim)
+        self.q = _fold(q, group, dtype)
         self.acc: Tensor | None = None
         self.reference: Tensor | None = None
         self.total: Tensor | None = None
@@ -141,6 +231,11 @@ class _Tile:
             self.total = torch.exp2(top - _finite(self.reference))
 
     def visit_keys(self, k: Tensor, v: Tensor | None, block_keys: int) -> None:
+        for begin, end, masked in self.blocks(block_keys):
+            self._add(k[:, begin:end], None if v is None else v[:, begin:end], begin, masked)
+
+    def blocks(self, block_keys: int) -> Iterator[tuple[int, int, bool]]:
+        """(begin, end, needs a mask) of the blocks of keys that the tile visits."""
         (query_length, key_length), (left, right) = self.lengths, self.rule.window
         last_row = self.first_row + self.rows - 1
         # no key outside this range is even read: it may hold NaN
@@ -149,15 +244,13 @@ class _Tile:
         blocks = visit(self.first_row, self.rows, block_keys, query_length, key_length, left, right)
         for block in range(blocks.begin, blocks.end):
             begin, end = max(block * block_keys, key_begin), min((block + 1) * block_keys, key_end)
-            if end <= begin:
-                continue
-            masked = not blocks.full_begin <= block < blocks.full_end
-            self._add(k[:, begin:end], None if v is None else v[:, begin:end], begin, masked)
+            if begin < end:
+                yield begin, end, not blocks.full_begin <= block < blocks.full_end
 
     def _add(self, k: Tensor, v: Tensor | None, first_key: int, masked: bool) -> None:
-        s = self._scores(k)
+        s = self.score(_pairs(k, self.q.dtype))
         if masked:
-            self._mask(s, first_key)
+            self.mask(s, first_key)
         top = s.amax(-1, keepdim=True).add_(self.headroom)
         reference = top if self.reference is None else torch.maximum(self.reference, top)
         safe = _finite(reference) if masked or self.reference is not None else reference
@@ -173,9 +266,9 @@ class _Tile:
             v = _pairs(v, s.dtype)
             self.acc = torch.bmm(p, v) if self.acc is None else self.acc.baddbmm_(p, v)
 
-    def _scores(self, k: Tensor) -> Tensor:
-        """Scores in base 2, (pairs, group * rows, keys), in the workspace."""
-        k = _pairs(k, self.q.dtype).transpose(1, 2)
+    def score(self, k: Tensor) -> Tensor:
+        """Scores in base 2, (pairs, group * rows, keys), in the workspace, against k (pairs, keys, dim)."""
+        k = k.transpose(1, 2)
         shape = (*self.q.shape[:2], k.shape[2])
         s = self.scores[: math.prod(shape)].view(shape)
         cap = self.rule.softcap
@@ -183,7 +276,7 @@ class _Tile:
         torch.baddbmm(s, self.q, k, beta=0, alpha=factor, out=s)
         return s if cap is None else s.tanh_().mul_(cap * _LOG2_E)
 
-    def _mask(self, s: Tensor, first_key: int) -> None:
+    def mask(self, s: Tensor, first_key: int) -> None:
         (query_length, key_length), (left, right) = self.lengths, self.rule.window
         keys = s.shape[2]
         row = torch.arange(self.rows, device=s.device)[:, None]
@@ -197,6 +290,17 @@ class _Tile:
             hidden |= key > position + right
         s.view(s.shape[0], -1, self.rows, keys).masked_fill_(hidden, -math.inf)
 
+    def blind_rows(self) -> Tensor | None:
+        """(rows,), True where a row sees no key; None when every row sees one."""
+        (query_length, key_length), (left, right) = self.lengths, self.rule.window
+        ranges = (visible_range(self.first_row + i, query_length, key_length, left, right) for i in (0, self.rows - 1))
+        if all(begin < end for begin, end in ranges):  # what lies between two rows that see a key sees one, too
+            return None
+        position = torch.arange(self.rows, device=self.q.device) + (self.first_row + key_length - query_length)
+        begin = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
+        end = torch.full_like(position, key_length) if right is None else (position + right + 1).clamp(max=key_length)
+        return end <= begin
+
     def store(self, out: Tensor | None, lse: Tensor) -> None:
         if self.reference is None or self.total is None:  # no row of the tile sees a key: out stays 0 and lse -inf
             return
@@ -204,6 +308,88 @@ class _Tile:
         if out is not None and self.acc is not None:
             quotient = self.acc.div_(self.total.masked_fill(self.total == 0, 1.0))
             out.unflatten(2, self.shape[1:3]).copy_(quotient.view(*self.shape, -1).permute(0, 3, 1, 2, 4))
+
+
+class _TileGradient:
+    """The gradients of one tile: with P the probabilities and dP = dO V^T, dS = P * (dP - rowsum(dO * O) + dlse).
+
+    P is 2^(s - ``reference``), times ``weight`` where there is one. The reference is the row's lse, or, where float32 makes that
+    too coarse, what the tile itself has met when it has visited its keys beforehand; lse then only scales P, and does so
+    where it is not the tile's own (that of more keys than these).
+    """
+
+    def __init__(self, tile: _Tile, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, workspace: Tensor) -> None:
+        self.tile, self.workspace = tile, workspace
+        group, dtype = tile.shape[2], tile.q.dtype
+        per_row = (tile.q.shape[0], tile.q.shape[1], 1)
+        self.dout = _fold(dout, group, dtype).contiguous()
+        blind = tile.blind_rows()
+        if blind is not None:  # out is a constant there, whatever dout is: 0 * inf in a later product would be NaN
+            self.dout = self.dout.view(*tile.shape, -1).masked_fill(blind[:, None], 0.0).view(self.dout.shape)
+        # the part of dS that a row's keys share
+        self.shift = (self.dout * _fold(out, group, dtype)).sum(-1, keepdim=True).neg_()
+        lse = lse.to(dtype).reshape(per_row)
+        empty = lse == -math.inf
+        if dlse is not None:
+            self.shift += dlse.to(dtype).reshape(per_row).masked_fill(empty, 0.0)
+        self.weight: Tensor | None = None
+        if tile.reference is None or tile.total is None:
+            self.reference = lse * _LOG2_E
+        else:
+            self.reference = tile.reference
+            own = (tile.reference + tile.total.log2()) * _LN_2
+            same = (own - lse).abs() <= 4 * torch.finfo(torch.float32).eps * lse.abs().clamp(min=1.0)
+            self.weight = torch.exp(own - lse).masked_fill_(same, 1.0) / tile.total
+            self.weight.masked_fill_(empty, 0.0)
+        self.reference = self.reference.masked_fill(empty, math.inf)  # P is then exactly 0
+        self.dq = torch.zeros_like(tile.q)
+
+    def visit_keys(self, k: Tensor, v: Tensor, block_keys: int, dk: Tensor, dv: Tensor) -> None:
+        """Adds to dk and dv, (pairs, keys, dim), and to the tile's dq."""
+        tile, scale = self.tile, self.tile.rule.scale
+        for begin, end, masked in tile.blocks(block_keys):
+            k_block, v_block = (_pairs(t[:, begin:end], tile.q.dtype) for t in (k, v))
+            s = tile.score(k_block)
+            slope = self._slope(s)
+            if masked:
+                tile.mask(s, begin)
+            p = s.sub_(self.reference).exp2_()
+            if self.weight is not None:
+                p.mul_(self.weight)
+            dv[:, begin:end].baddbmm_(p.transpose(1, 2), self.dout)
+            ds = self.workspace[0, : s.numel()].view(s.shape)
+            torch.bmm(self.dout, v_block.transpose(1, 2), out=ds)
+            ds.add_(self.shift).mul_(p)
+            if slope is not None:
+                ds.mul_(slope)
+            self.dq.baddbmm_(ds, k_block, alpha=scale)
+            dk[:, begin:end].baddbmm_(ds.transpose(1, 2), tile.q, alpha=scale)
+
+    def _slope(self, s: Tensor) -> Tensor | None:
+        """The derivative of the softcap at scores in base 2 that have passed it: 1 - tanh^2."""
+        cap = self.tile.rule.softcap
+        if cap is None:
+            return None
+        tanh = torch.mul(s, 1.0 / (cap * _LOG2_E), out=self.workspace[1, : s.numel()].view(s.shape))
+        return tanh.square_().neg_().add_(1.0)
+
+    def store(self, dq: Tensor) -> None:
+        dq.unflatten(2, self.tile.shape[1:3]).copy_(self.dq.view(*self.tile.shape, -1).permute(0, 3, 1, 2, 4))
+
+    def of_sinks(self, sinks: Tensor) -> Tensor:
+        """(heads,): a sink is a key of score `sink` and value 0, so its dP is 0. ``sinks`` in base 2."""
+        batch, kv_heads, group, rows = self.tile.shape
+        logit = sinks.view(1, kv_heads, group, 1).expand(self.tile.shape).reshape(self.reference.shape)
+        p = torch.exp2(logit - self.reference)
+        if self.weight is not None:
+            p.mul_(self.weight)
+        return p.mul_(self.shift).view(batch, kv_heads * group, rows).sum((0, 2))
+
+
+def _fold(t: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """(batch, rows, heads, dim) -> (batch * kv_heads, group * rows, dim)."""
+    rows, dim = t.shape[1], t.shape[3]
+    return t.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).to(dtype).reshape(-1, group * rows, dim)
 
 
 def _finite(reference: Tensor) -> Tensor:

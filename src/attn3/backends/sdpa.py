@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class SdpaBackend:
     name = "sdpa"
     summary = "torch.nn.functional.scaled_dot_product_attention where it is exactly what was asked, with backward"
+    through_torch = True
 
     def refusals(self, problem: Problem) -> list[str]:
         p = problem
@@ -52,13 +53,14 @@ class SdpaBackend:
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         p = problem
+        # `if` makes plain bools of them where a compiled call has symbols for the sizes
+        grouped = True if p.heads != p.kv_heads else False
         # one bottom-right aligned query sees every key
-        causal = p.window == (None, 0) and p.q.shape[1] > 1
+        causal = True if p.window == (None, 0) and p.q.shape[1] > 1 else False
         q, scale = p.q, p.scale
         if scale < 0:  # torch's causal CPU kernel gives NaN for a negative scale; moving the sign into q is exact
             q, scale = -q, -scale
         q, k, v = (t.transpose(1, 2) for t in (q, p.k, p.v))
-        grouped = p.heads != p.kv_heads
         out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
         with torch.no_grad():
             lse = None
