@@ -14,7 +14,6 @@ CONSTRAINTS := $(if $(ON_GPU),,-c constraints.txt)
 # kernels are compiled for sm_90a in the tests wherever their compiler installs, no GPU needed
 comma := ,
 HOPPER := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),$(comma)hopper)
-DISASSEMBLER := $(if $(HOPPER),nvidia-cuda-nvdisasm)
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
 
@@ -44,5 +43,5 @@ $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
-	$(INSTALL) hatchling $(DISASSEMBLER) -e '.[dev,transformers,bench$(HOPPER)]'
+	$(INSTALL) -e '.[dev,transformers,bench$(HOPPER)]'
 	touch $@

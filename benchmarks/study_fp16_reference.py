@@ -1,8 +1,9 @@
 """How far to raise the frozen softmax reference, and which row sum to divide by: rounding error emulated on the CPU.
 
-The Hopper forward kernel takes each row's softmax reference from the first block of keys and keeps it, P = 2^(s - ref - k).
-In bf16 k is 0. fp16 ends at 65504 and loses bits below 2^-14, so k trades headroom (a row sum beyond 65504 makes the kernel
-compute the tile again, exactly) against rounding. O is divided by the row sum either of P as it was in float32 ("float32"), or
+A study from before rows were re-based (docs/decisions/0001-frozen-reference.md); it emulates a kernel that takes each row's
+softmax reference from the first block of keys and keeps it for good, P = 2^(s - ref - k). In bf16 k is 0. fp16 ends at 65504
+and loses bits below 2^-14, so k trades headroom (a row sum beyond 65504 makes that kernel compute the tile again, exactly)
+against rounding. O is divided by the row sum either of P as it was in float32 ("float32"), or
 of P as the second product sees it, rounded to 16 bits ("rounded"). For each choice this script reports
 
 - the RMSE against float64, divided by that of an FA2-like run (running maximum, P in [0, 1], float32 row sum) on the same
