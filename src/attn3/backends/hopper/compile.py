@@ -20,20 +20,23 @@ from typing import Any, Callable, Iterator
 
 from attn3 import settings
 from attn3.backends.hopper import config, disk_cache
-from attn3.backends.hopper.config import Features, Tile, TunedRow
+from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, BackwardTile, Features, Tile, TunedRow
 
 log = logging.getLogger("attn3")
 
+AnyFeatures = Features | BackwardFeatures
+AnyRow = TunedRow | BackwardRow
+
 ARCH = "sm_90a"
-SYMBOL = "attn3_forward"
+SYMBOL = "attn3_kernel"
 _HERE = Path(__file__).parent
 _SOURCES = (*sorted(_HERE.glob("kernels/*.py")), *sorted(_HERE.glob("parts/*.py")), _HERE / "config.py", _HERE / "compile.py",
             _HERE.parents[1] / "masks.py")  # fmt: skip
-_kernels: dict[Features, Callable[..., None]] = {}
+_kernels: dict[AnyFeatures, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 
-def kernel(features: Features) -> Callable[..., None]:
+def kernel(features: AnyFeatures) -> Callable[..., None]:
     """The compiled kernel of ``features``, from this process, the disk, or the compiler, in this order."""
     found = _kernels.get(features)
     if found is None:
@@ -44,8 +47,8 @@ def kernel(features: Features) -> Callable[..., None]:
     return found
 
 
-def _load_or_compile(features: Features) -> Callable[..., None]:
-    row = config.choose(features)
+def _load_or_compile(features: AnyFeatures) -> Callable[..., None]:
+    row = config.choose_backward(features) if isinstance(features, BackwardFeatures) else config.choose(features)
     disk = disk_cache.default()
     if disk is None:
         return _compile_visibly(features, row)
@@ -62,7 +65,7 @@ def _load_or_compile(features: Features) -> Callable[..., None]:
         return compiled
 
 
-def _compile_visibly(features: Features, row: TunedRow) -> Any:
+def _compile_visibly(features: AnyFeatures, row: AnyRow) -> Any:
     start = time.perf_counter()
     with _spinner(f"compiling {features} (first use on this machine)"):
         compiled = build(features, row)
@@ -81,39 +84,36 @@ def _spinner(text: str) -> Iterator[None]:
         yield
 
 
-def build(features: Features, row: TunedRow | None = None, options: str = "") -> Any:
-    """Compile the forward kernel; options are the DSL's (``--keep-cubin --dump-dir D``, ``remarks{ptx}`` …)."""
+def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "") -> Any:
+    """Compile the kernel of some features; options are the DSL's (``--keep-cubin --dump-dir D``, ``remarks{ptx}`` …)."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    if isinstance(features, BackwardFeatures):
+        kernel, arguments = _backward(features, row or config.choose_backward(features))
+    else:
+        kernel, arguments = _forward(features, row or config.choose(features))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(kernel, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
+
+
+def _forward(features: Features, row: TunedRow) -> tuple[Any, list[Any]]:
+    """The kernel and its arguments as the compiler sees them: equal sizes are equal at run time, too."""
     import cutlass.cute as cute
     from cutlass import Float32, Int32
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-    from attn3.backends.hopper.kernels.forward import DTYPES, ForwardKernel
+    from attn3.backends.hopper.kernels.forward import ForwardKernel
 
-    row = row or config.choose(features)
-    dtype = DTYPES[features.dtype]
-    size, stride = cute.sym_int, lambda: cute.sym_int64(divisibility=8)
-    batch, seqlen_q, seqlen_k, heads, kv_heads, offsets = (size() for _ in range(6))
-
-    def tensor(length: Any, heads: Any, dim: int) -> Any:
-        if features.packed:
-            return make_fake_tensor(dtype, (length, heads, dim), (stride(), stride(), 1), assumed_align=16)
-        return make_fake_tensor(dtype, (batch, length, heads, dim), (stride(), stride(), stride(), 1), assumed_align=16)
-
-    def vector(n: Any, element: Any = Int32, given: bool = True) -> Any:
-        return make_fake_tensor(element, (n,), (1,), assumed_align=4) if given else None
-
-    if features.packed:
-        lse = make_fake_tensor(Float32, (heads, seqlen_q), (cute.sym_int64(), 1), assumed_align=4)
-    else:
-        lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-    sequences = size() if features.packed else batch
-    return cute.compile(
-        ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v),
-        tensor(seqlen_q, heads, features.head_dim),
-        tensor(seqlen_k, kv_heads, features.head_dim),
-        tensor(seqlen_k, kv_heads, features.head_dim_v),
-        tensor(seqlen_q, heads, features.head_dim_v),
-        lse if features.lse else None,
+    size = cute.sym_int
+    batch, seqlen_q, seqlen_k, heads, kv_heads, offsets, sequences = (size() for _ in range(7))
+    rows, vector = _describers(features, batch)
+    sequences = sequences if features.packed else batch
+    return ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v), [
+        rows(seqlen_q, heads, features.head_dim),
+        rows(seqlen_k, kv_heads, features.head_dim),
+        rows(seqlen_k, kv_heads, features.head_dim_v),
+        rows(seqlen_q, heads, features.head_dim_v),
+        _per_row(features, batch, heads, seqlen_q, 1) if features.lse else None,
         vector(2),
         vector(offsets, given=features.packed),
         vector(offsets, given=features.packed),
@@ -121,9 +121,70 @@ def build(features: Features, row: TunedRow | None = None, options: str = "") ->
         vector(sequences, given=features.seqused_k),
         vector(heads, Float32, given=features.sinks),
         Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(132),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}",
-    )  # fmt: skip
+    ]  # fmt: skip
+
+
+def _backward(features: BackwardFeatures, row: BackwardRow) -> tuple[Any, list[Any]]:
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from attn3.backends.hopper.kernels.backward import BackwardKernel
+
+    size = cute.sym_int
+    batch, seqlen_q, seqlen_k, heads, kv_heads, offsets, sequences, tiles, work_tiles = (size() for _ in range(9))
+    rows, vector = _describers(features, batch)
+    q, k = (seqlen_q, heads, features.head_dim), (seqlen_k, kv_heads, features.head_dim)
+    out, v = (seqlen_q, heads, features.head_dim_v), (seqlen_k, kv_heads, features.head_dim_v)
+    sequences = sequences if features.packed else batch
+    per_tile, elements = 2 * row.tile.block_queries, row.tile.block_queries * row.head_dim
+    any_stride = cute.sym_int64
+    return BackwardKernel(features, row.tile, row.head_dim, row.head_dim_v), [
+        rows(*q), rows(*k), rows(*v), rows(*out), rows(*out),
+        _per_row(features, batch, heads, seqlen_q, any_stride()),
+        _per_row(features, batch, heads, seqlen_q, any_stride()) if features.dlse else None,
+        rows(*q), rows(*k), rows(*v),
+        make_fake_tensor(Float32, (heads, tiles, per_tile), (any_stride(divisibility=per_tile), per_tile, 1), assumed_align=128),
+        make_fake_tensor(Float32, (work_tiles, elements), (elements, 1), assumed_align=128),
+        vector(1),
+        make_fake_tensor(Int32, (heads, tiles), (any_stride(), 1), assumed_align=4) if features.deterministic else None,
+        vector(offsets, given=features.packed),
+        vector(offsets, given=features.packed),
+        vector(sequences, given=features.seqused_q),
+        vector(sequences, given=features.seqused_k),
+        Float32(1.0), Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(132),
+    ]  # fmt: skip
+
+
+def _describers(features: AnyFeatures, batch: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(rows, vector): what describes q-like tensors of any strides that TMA takes, and vectors."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from attn3.backends.hopper.kernels.forward import DTYPES
+
+    dtype, stride = DTYPES[features.dtype], lambda: cute.sym_int64(divisibility=8)
+
+    def rows(length: Any, heads: Any, dim: int) -> Any:
+        if features.packed:
+            return make_fake_tensor(dtype, (length, heads, dim), (stride(), stride(), 1), assumed_align=16)
+        return make_fake_tensor(dtype, (batch, length, heads, dim), (stride(), stride(), stride(), 1), assumed_align=16)
+
+    def vector(n: Any, element: Any = Int32, given: bool = True) -> Any:
+        return make_fake_tensor(element, (n,), (1,), assumed_align=4) if given else None
+
+    return rows, vector
+
+
+def _per_row(features: AnyFeatures, batch: Any, heads: Any, length: Any, last_stride: Any) -> Any:
+    """What has lse's shape."""
+    import cutlass.cute as cute
+    from cutlass import Float32
+    from cutlass.cute.runtime import make_fake_tensor
+
+    shape = (heads, length) if features.packed else (batch, heads, length)
+    return make_fake_tensor(Float32, shape, (*(cute.sym_int64() for _ in shape[1:]), last_stride), assumed_align=4)
 
 
 def load(path: Path) -> Callable[..., None]:
@@ -133,7 +194,7 @@ def load(path: Path) -> Callable[..., None]:
     return getattr(load_module(str(path), enable_tvm_ffi=True), SYMBOL)
 
 
-def cache_key(features: Features, tile: Tile) -> str:
+def cache_key(features: AnyFeatures, tile: Tile | BackwardTile) -> str:
     return f"{_environment()} {features!r} {tile!r}"
 
 

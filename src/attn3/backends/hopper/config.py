@@ -110,3 +110,90 @@ def choose(features: Features) -> TunedRow:
         narrow = replace(row.tile, block_keys=min(64, row.tile.block_keys), q_in_registers=False)
         row = replace(row, tile=narrow)
     return row
+
+
+@dataclass(frozen=True)
+class BackwardFeatures:
+    """What needs a backward kernel of its own."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    packed: bool = False
+    seqused_q: bool = False
+    seqused_k: bool = False
+    dlse: bool = False  # lse has a gradient, too
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]
+        return " ".join(["backward", self.dtype, f"D{self.head_dim}/{self.head_dim_v}", *on])
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """One way to run the backward kernel, with two consumer warpgroups. See kernels/backward.py for what ``shares`` means."""
+
+    shares: str  # "keys": 128 keys, 64 for each warpgroup; "columns": 64 keys, half of the columns for each
+    block_queries: int
+    stages_q: int
+    stages_do: int
+    stage_out: bool  # dK and dV leave through a buffer of their own, while the next tile's K and V arrive
+
+    @property
+    def block_keys(self) -> int:
+        return 128 if self.shares == "keys" else 64
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
+        kept = self.block_keys * (head_dim + head_dim_v) * (2 if self.stage_out else 1)
+        streamed = self.block_queries * (self.stages_q * head_dim + self.stages_do * head_dim_v)
+        exchanged = 2 * self.block_queries * self.block_keys * (1 if self.shares == "keys" else 2)  # dS, and P
+        return 2 * (kept + streamed + exchanged) + 8 * self.block_queries * self.stages_q + 1024
+
+    def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:
+        """dK and dV; S and dP with their 16-bit copies, or dQ with one of those."""
+        kept = (head_dim + head_dim_v) // (2 if self.shares == "keys" else 4)
+        scores = 32 if self.shares == "keys" else 16
+        dq = head_dim // 2 if self.block_queries == 128 else head_dim // 4
+        return kept + max(3 * scores, dq + scores // 2)
+
+    def check(self, head_dim: int, head_dim_v: int) -> None:
+        smem, registers = self.smem_bytes(head_dim, head_dim_v), self.accumulator_registers(head_dim, head_dim_v)
+        assert smem <= SMEM_BYTES, f"{self}: {smem} bytes of shared memory, {SMEM_BYTES} available"
+        assert registers <= 240, f"{self}: {registers} registers for the accumulators, 240 available"
+        assert self.stages_q == 2, f"{self}: dS is exchanged through two stages, which follow those of Q"
+        assert self.block_queries == 64 or (self.block_queries, self.shares, head_dim) == (128, "keys", 64), f"{self}: queries"
+
+
+@dataclass(frozen=True)
+class BackwardRow:
+    """A tile of the backward kernel and where it comes from."""
+
+    head_dim: int
+    head_dim_v: int
+    tile: BackwardTile
+    provenance: str
+
+    @property
+    def label(self) -> str:
+        return f"D{self.head_dim}/{self.head_dim_v}"
+
+
+@cache
+def tuned_backward() -> tuple[BackwardRow, ...]:
+    """The rows of tuned_backward.json, in its order."""
+    rows = json.loads(Path(__file__).with_name("tuned_backward.json").read_text())
+    names = [f.name for f in fields(BackwardTile)]
+    return tuple(
+        BackwardRow(row["head_dim"], row["head_dim_v"], BackwardTile(**{n: row[n] for n in names}), row["provenance"]) for row in rows
+    )
+
+
+@cache
+def choose_backward(features: BackwardFeatures) -> BackwardRow:
+    """The narrowest row that holds both head dims."""
+    fits = [row for row in tuned_backward() if row.head_dim >= features.head_dim and row.head_dim_v >= features.head_dim_v]
+    return min(fits, key=lambda row: 3 * row.head_dim + 2 * row.head_dim_v)

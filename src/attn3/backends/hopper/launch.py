@@ -66,7 +66,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
     out = torch.empty_like(q) if plan.like_q else q.new_empty(plan.out_shape)
     lse = None if plan.lse_shape is None else q.new_empty(plan.lse_shape, dtype=torch.float32)
     if not (plan.as_they_are and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15):
-        q, k, v = _for_tma(q), _for_tma(k), _for_tma(v)
+        q, k, v = for_tma(q), for_tma(k), for_tma(v)
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
     if cu_q is not None:
@@ -146,7 +146,7 @@ def _with_a_key(p: Problem) -> Problem:
     return dataclasses.replace(p, k=new(p.k), v=new(p.v), seqused_k=used)
 
 
-def _for_tma(t: Tensor) -> Tensor:
+def for_tma(t: Tensor) -> Tensor:
     """t, or a copy where TMA cannot take it: unit stride in the last dimension, multiples of 16 bytes in the others."""
     strides = t.stride()
     if strides[-1] == 1 and t.data_ptr() % 16 == 0:

@@ -107,3 +107,73 @@ def packed_tile(t: Int32, first, base, group, seqs: Sequences, block_rows: cutla
         ticket[6] = cute.arch.shuffle_sync(group[4], lane)
         ticket[7] = cute.arch.shuffle_sync(group[5], lane)
     return first, base
+
+
+class Spans(NamedTuple):
+    """What a backward call says of its sequences (None: not given), and how many rows there are."""
+
+    cu_q: Any
+    cu_k: Any
+    used_q: Any
+    used_k: Any
+    total_q: Any  # packed: all rows; dense: rows of a sequence
+    total_k: Any
+    count: Any  # sequences
+
+
+class Span(NamedTuple):
+    """One sequence."""
+
+    batch: Any  # dense only
+    first_row: Any  # in packed q (dense: 0)
+    rows: Any  # that q has
+    query_length: Any  # rows in use
+    first_key: Any
+    keys: Any
+    key_length: Any
+    first_tile: Any  # its first tile of queries in the workspaces
+
+
+@cute.jit
+def sequence_of(cu, slot, block: cutlass.Constexpr, count):
+    """The sequence whose tiles of ``block`` rows include ``slot``, when sequence b's begin at slot ``cu[b] // block + b``.
+
+    Those slots are enough for every sequence and need no prefix sum. Sequence ``count`` is what lies behind the last offset.
+    """
+    low, high = Int32(0), Int32(count)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cu[middle] // block + middle <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    return cute.arch.make_warp_uniform(low)
+
+
+@cute.jit
+def packed_span(seqs: Spans, b, block_rows: cutlass.Constexpr):
+    """Lengths are clamped: a wrong offset may give wrong rows, never a write outside."""
+    row, key = within(seqs.cu_q[b], seqs.total_q), within(seqs.cu_k[b], seqs.total_k)
+    rows, keys, used_q, used_k = seqs.total_q - row, seqs.total_k - key, Int32(0), Int32(0)
+    if b < seqs.count:
+        rows = within(seqs.cu_q[b + 1] - row, rows)
+        keys = within(seqs.cu_k[b + 1] - key, keys)
+        used_q, used_k = rows, keys
+        if cutlass.const_expr(seqs.used_q is not None):
+            used_q = within(seqs.used_q[b], rows)
+        if cutlass.const_expr(seqs.used_k is not None):
+            used_k = within(seqs.used_k[b], keys)
+    numbers = row, rows, used_q, key, keys, used_k, row // block_rows + b
+    row, rows, used_q, key, keys, used_k, tile = (cute.arch.make_warp_uniform(n) for n in numbers)
+    return Span(Int32(0), row, rows, used_q, key, keys, used_k, tile)
+
+
+@cute.jit
+def dense_span(seqs: Spans, batch, tiles):
+    """``tiles``: tiles of queries of a sequence"""
+    used_q, used_k = Int32(seqs.total_q), Int32(seqs.total_k)
+    if cutlass.const_expr(seqs.used_q is not None):
+        used_q = cute.arch.make_warp_uniform(within(seqs.used_q[batch], used_q))
+    if cutlass.const_expr(seqs.used_k is not None):
+        used_k = cute.arch.make_warp_uniform(within(seqs.used_k[batch], used_k))
+    return Span(batch, Int32(0), seqs.total_q, used_q, Int32(0), seqs.total_k, used_k, batch * tiles)

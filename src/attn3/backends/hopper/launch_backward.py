@@ -1,0 +1,93 @@
+"""Tensors -> the backward kernel's launch: workspaces, values, and the gradients of sinks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn3.backends.hopper import compile, config, environment
+from attn3.backends.hopper.config import BackwardFeatures
+from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, for_tma
+
+if TYPE_CHECKING:
+    from attn3.problem import Problem
+
+Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+
+
+def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, deterministic: bool) -> Gradients:
+    q, k, v = p.q, p.k, p.v
+    if q.numel() == 0 or out.numel() == 0 or k.shape[-3] == 0:
+        dsinks = None if p.sinks is None else _of_rows_without_keys(p, dlse)
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), *(t.new_zeros(t.shape) for t in (k, v)), dsinks
+    features = features_of(p, dlse is not None, deterministic)
+    row = config.choose_backward(features)
+    block_rows = row.tile.block_queries
+    tiles = q.shape[0] // block_rows + p.batch + 1 if p.packed else -(-q.shape[1] // block_rows) * p.batch
+    dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+    stats = q.new_empty((p.heads, tiles, 2 * block_rows), dtype=torch.float32)
+    work = q.new_empty((p.heads * tiles, block_rows * row.head_dim), dtype=torch.float32)
+    counter = q.new_empty(1, dtype=torch.int32)
+    turns = q.new_empty((p.heads, tiles), dtype=torch.int32) if deterministic else None
+    left, right = p.window
+    if p.softcap is None:
+        c, inner = p.scale * LOG2_E, 0.0
+        if abs(c) < SMALLEST_SCALE:
+            c = math.copysign(SMALLEST_SCALE, c)
+    else:
+        c, inner = p.softcap * LOG2_E, p.scale / p.softcap
+    section = 1
+    if features.right and not (features.left or p.packed):
+        per_head = k.shape[1] * (p.heads // p.kv_heads * (6 * p.head_dim + 2 * p.head_dim_v) + 2 * (p.head_dim + p.head_dim_v))
+        section = max(1, L2_BYTES // per_head)
+    vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))
+    with torch.cuda.device(q.device):
+        compile.kernel(features)(
+            for_tma(q), for_tma(k), for_tma(v), for_tma(out), for_tma(dout.to(q.dtype)), lse, None if dlse is None else dlse.float(),
+            dq, dk, dv, stats, work, counter, turns, *vectors, c, inner, p.scale, left or 0, right or 0, section,
+            environment.processors(q.device.index),
+        )  # fmt: skip
+    return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows)
+
+
+def features_of(p: Problem, dlse: bool = False, deterministic: bool = False) -> BackwardFeatures:
+    left, right = p.window
+    return BackwardFeatures(
+        dtype=str(p.q.dtype).removeprefix("torch."),
+        head_dim=p.head_dim,
+        head_dim_v=p.head_dim_v,
+        left=left is not None,
+        right=right is not None,
+        softcap=p.softcap is not None,
+        packed=p.packed,
+        seqused_q=p.seqused_q is not None,
+        seqused_k=p.seqused_k is not None,
+        dlse=dlse,
+        deterministic=deterministic,
+    )
+
+
+def _of_sinks(sinks: Tensor, stats: Tensor, block_rows: int) -> Tensor:
+    """A sink is a key of score ``sink`` and value 0, so that its dP is 0: the sum over rows of -P delta."""
+    lse, delta = stats.split(block_rows, dim=2)
+    p = torch.exp2((sinks.float() * LOG2_E)[:, None, None] - lse)
+    return p.mul_(delta).sum((1, 2)).neg_().to(sinks.dtype)
+
+
+def _of_rows_without_keys(p: Problem, dlse: Tensor | None) -> Tensor:
+    """lse is the sink itself in every row in use."""
+    if dlse is None or p.q.shape[-3] == 0:
+        return torch.zeros_like(p.sinks)
+    if p.packed:
+        position = torch.arange(p.q.shape[0], device=p.q.device, dtype=torch.int32)
+        sequence = torch.searchsorted(p.cu_seqlens_q[1:].contiguous(), position, right=True)
+        end = p.cu_seqlens_q[1:] if p.seqused_q is None else p.cu_seqlens_q[:-1] + p.seqused_q
+        used = position < torch.cat([end, end.new_zeros(1)])[sequence]
+        return torch.where(used, dlse, 0.0).sum(1).to(p.sinks.dtype)
+    if p.seqused_q is not None:
+        used = torch.arange(p.q.shape[1], device=p.q.device) < p.seqused_q[:, None, None]
+        dlse = torch.where(used, dlse, 0.0)
+    return dlse.sum((0, 2)).to(p.sinks.dtype)
