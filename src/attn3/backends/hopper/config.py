@@ -141,6 +141,7 @@ class BackwardTile:
     block_queries: int
     stages_q: int
     stages_do: int
+    rotate: bool  # without a mask, each tile of keys begins with other queries, so that fewer add to the same dQ at a time
     stage_out: bool  # dK and dV leave through a buffer of their own, while the next tile's K and V arrive
 
     @property
@@ -196,4 +197,7 @@ def tuned_backward() -> tuple[BackwardRow, ...]:
 def choose_backward(features: BackwardFeatures) -> BackwardRow:
     """The narrowest row that holds both head dims."""
     fits = [row for row in tuned_backward() if row.head_dim >= features.head_dim and row.head_dim_v >= features.head_dim_v]
-    return min(fits, key=lambda row: 3 * row.head_dim + 2 * row.head_dim_v)
+    row = min(fits, key=lambda row: 3 * row.head_dim + 2 * row.head_dim_v)
+    if features.softcap and row.head_dim == row.head_dim_v == 128:  # its arithmetic needs the registers
+        row = replace(row, tile=replace(row.tile, shares="columns", stage_out=False))
+    return row

@@ -36,7 +36,10 @@ from attn3.masks import seeing_rows, visit_queries
 WG = 128  # threads of a warpgroup
 UNIT = 64  # queries that are computed at once
 ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-BAR_ALL, BAR_EXCHANGE, BAR_TURN = 1, 2, 3  # named barriers of both consumer warpgroups (the last two also of the turn warp)
+# named barriers of both consumer warpgroups. BAR_DS + 2 * stage + w: warpgroup w has written dS there; one id a stage, since it may
+# write the next before the other one has looked
+BAR_ALL, BAR_DS = 1, 2
+BAR_TURN, BAR_PASSED = 6, 7  # of the consumers and the turn warp
 INF = float("inf")
 LOG2_E = math.log2(math.e)
 
@@ -89,9 +92,15 @@ class Grid(NamedTuple):
     bounds: Any
 
 
+class Pipes(NamedTuple):
+    q: Any
+    do: Any
+
+
 class Tile(NamedTuple):
     """128 or 64 keys of one KV head, and the tiles of queries that see them."""
 
+    start: Any  # the first one of the walk
     span: Any
     n: Any  # its number in the sequence
     kv_head: Any
@@ -121,6 +130,7 @@ class BackwardKernel:
         self.dq_by_rows = self.units == 2
         self.dq_columns = self.d if self.dq_by_rows else self.d // 2
         self.deterministic = features.deterministic
+        self.rotates = tile.rotate and not (self.left or self.right or self.deterministic)
         self.turn_threads = 32 if self.deterministic else 0
 
     # ------------------------------------------------------------------------------------------------------------ host
@@ -282,7 +292,9 @@ class BackwardKernel:
                         head = at.kv_head * group + g
                         tQs, tQg = self.rows_of(tma_q, sQ, gQ, span.first_row, head, span.batch, self.d)
                         tdOs, tdOg = self.rows_of(tma_do, sdO, gdO, span.first_row, head, span.batch, self.dv)
-                        for m in cutlass.range(at.begin, at.end, unroll=1):
+                        for j in cutlass.range(count, unroll=1):
+                            m = at.start + j
+                            m = m - count if m >= at.end else m
                             pipe_q.producer_acquire(qs)
                             bar = pipe_q.producer_get_barrier(qs)
                             for u in cutlass.range_constexpr(self.units):
@@ -290,7 +302,7 @@ class BackwardKernel:
                                 cute.copy(tma_q, tQg[None, m * self.units + u], tQs[None, slot], tma_bar_ptr=bar)
                             with cute.arch.elect_one():
                                 cute.copy(bulk, stats[head, span.first_tile + m, None], sStat[None, qs.index], mbar_ptr=bar)
-                            if (g == 0) & (m == at.begin):  # behind the first Q: that may come while the last tile still has K and V
+                            if (g == 0) & (j == 0):  # behind the first Q: that may come while the last tile still has K and V
                                 first_key = span.first_key + at.n * self.bn
                                 tKs, tKg = self.rows_of(tma_k, sK, gK, first_key, at.kv_head, span.batch, self.d)
                                 tVs, tVg = self.rows_of(tma_v, sV, gV, first_key, at.kv_head, span.batch, self.dv)
@@ -342,13 +354,16 @@ class BackwardKernel:
                 place = Place(key, column, span.key_length - span.query_length, span.key_length, *bounds)
                 views.dK.fill(0.0)
                 views.dV.fill(0.0)
+                pipes = Pipes(pipe_q, pipe_do)
                 # all query heads of the group in one walk: m, and where this tile's dQ and turn lie
                 total = group * (end - begin)
                 tile_bytes = Int64(4 * self.bm * self.d)
                 first = at.kv_head * group * tiles + span.first_tile + begin
-                out = work.iterator.toint() + Int64(first) * tile_bytes + Int64(tid * 16)
-                turn = turns.iterator.toint() + Int64(first) * 4 if const_expr(self.deterministic) else None
-                m = begin
+                out = work.iterator.toint() + Int64(first - 1) * tile_bytes + Int64(tid * 16)  # of the tile before the first one
+                if const_expr(self.rotates):
+                    out += Int64(at.start - begin) * tile_bytes
+                turn = turns.iterator.toint() + Int64(first - 1) * 4 if const_expr(self.deterministic) else None
+                m, step, done = at.start, Int32(1), Int32(0)
                 if total > 0:
                     cute.arch.mbarrier_wait(kv_full, loaded & 1)
                     loaded += 1
@@ -357,34 +372,54 @@ class BackwardKernel:
                         if const_expr(self.left):
                             first_seen = cutlass.max(place.offset - left, 0) - at.n * self.bn
                         self.clear_keys(sK, sV, first_seen, span.key_length - at.n * self.bn, tid)
+                    if const_expr(self.by_keys):
+                        cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * (1 - qs.index) + w, number_of_threads=2 * WG)
                     pipe_q.consumer_wait(qs)
-                    self.clear_rows(sQ, qs.index, begin, at, tid)
+                    self.clear_rows(sQ, qs.index, m, at, tid)
                     issue(mma_s, S, views.rK, views.rQ[None, None, None, qs.index * self.units], True)
                     warpgroup.wait_group(0)
                 for i in cutlass.range(total, unroll=1):
                     wraps = m + 1 == end
                     m_next = begin if wraps else m + 1
+                    ahead = m
                     if i + 1 < total:  # the last one computes its own S again, for nothing
                         nxt.advance()
+                        ahead = m_next
                     pipe_do.consumer_wait(dos)
                     self.clear_rows(sdO, dos.index, m, at, tid)
                     masked = (m < at.full_begin) | (m >= at.full_end)
-                    for u in cutlass.range_constexpr(self.units):
-                        self.unit(
-                            u, views, S, masked, place, m * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipe_q, pipe_do, qs, nxt,
-                            dos, m_next if i + 1 < total else m, at, tid, out, turn,
+                    if const_expr(not self.by_keys):
+                        out, turn = self.advance(out, turn, step, tile_bytes)
+                        self.unit_by_columns(
+                            views, S, masked, place, m * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at, tid, out,
+                            turn,
                         )  # fmt: skip
+                    else:  # dQ is one tile behind
+                        for u in cutlass.range_constexpr(self.units):
+                            self.unit_by_keys(
+                                u, views, S, masked, place, m * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt, dos,
+                                ahead, at, tid, i, out, turn,
+                            )  # fmt: skip
+                        out, turn = self.advance(out, turn, step, tile_bytes)
+                    if const_expr(self.rotates):
+                        done += 1
+                        step = 1 - (end - begin) if wraps else Int32(1)
+                        if done == end - begin:  # the next head, from the same tile on
+                            done = Int32(0)
+                            step += tiles
+                    else:
+                        step = tiles - (end - begin) + 1 if wraps else Int32(1)
+                    m = m_next
                     qs.advance()
                     dos.advance()
-                    step = tiles - (end - begin) + 1 if wraps else Int32(1)
-                    out += Int64(step) * tile_bytes
-                    if const_expr(self.deterministic):
-                        turn += Int64(step) * 4
-                    m = m_next
                 if total > 0:
                     nxt.advance()
-                if const_expr(self.deterministic):
-                    self.turn_done()
+                    if const_expr(self.by_keys):
+                        if const_expr(self.deterministic):
+                            self.turn_done()
+                        self.drain_dq(views, 1 - qs.index, w, out, turn, at)
+                    if const_expr(self.deterministic):
+                        self.turn_done()
                 if const_expr(self.tile.stage_out):  # K and V may be overwritten while dK and dV leave
                     if total > 0:
                         with cute.arch.elect_one():
@@ -398,6 +433,12 @@ class BackwardKernel:
                             cute.arch.mbarrier_arrive(kv_empty)
                 t = self.next_tile(ring, t_full, t_empty, it)
                 it += 1
+
+    @cute.jit
+    def advance(self, out, turn, step, tile_bytes):
+        if const_expr(turn is not None):
+            turn += Int64(step) * 4
+        return out + Int64(step) * tile_bytes, turn
 
     @cute.jit
     def next_tile(self, ring, t_full, t_empty, it):
@@ -430,8 +471,12 @@ class BackwardKernel:
             n * self.bn, self.bn, self.bm, span.query_length, span.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max
         )
         see_begin, see_end = seeing_rows(span.query_length, span.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max)
+        begin, end = Int32(blocks.begin), Int32(blocks.end)
+        start = begin
+        if const_expr(self.rotates):
+            start = begin + n * (end - begin) // grid.key_tiles
         return Tile(
-            span, n, kv_head, Int32(blocks.begin), Int32(blocks.full_begin), Int32(blocks.full_end), Int32(blocks.end),
+            start, span, n, kv_head, Int32(blocks.begin), Int32(blocks.full_begin), Int32(blocks.full_end), Int32(blocks.end),
             Int32(see_begin), Int32(see_end),
         )  # fmt: skip
 
@@ -468,67 +513,115 @@ class BackwardKernel:
 
     # ------------------------------------------------------------------------------------------------------ one unit of 64
     @cute.jit
-    def unit(
-        self, u: cutlass.Constexpr, views: Views, S, masked, at: Place, first_row, c, inner, w, sStat, sQ, pipe_q, pipe_do, qs, nxt,
-        dos, m_next, tile: Tile, tid, out, turn,
+    def unit_by_keys(
+        self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt,
+        dos, m_next, tile: Tile, tid, i, out, turn,
     ):  # fmt: skip
-        """64 queries: their S' is in registers on entry, that of the next 64 on exit."""
-        last = u == self.units - 1
+        """64 queries: their S' is in registers on entry, that of the next 64 on exit. dQ is one tile behind, so that nobody waits
+        for the other warpgroup's dS.
+        """
+        first, last = u == 0, u == self.units - 1
         dP = cute.make_rmem_tensor_like(S)
         P16, dS16 = cute.make_rmem_tensor_like(S, self.dtype), cute.make_rmem_tensor_like(S, self.dtype)
         S_mn, dP_mn = rows_view(S), rows_view(dP)
-        stat = sStat.iterator + (qs.index * 2 * self.bm + u * UNIT + at.column)
+        stat = sStat.iterator + (qs.index * 2 * self.bm + u * UNIT + place.column)
         slot_do, slot_q = dos.index * self.units + u, qs.index * self.units + u
-        slot_ds = (qs.index % 2) * (self.units * (self.bn // 64)) + u * (self.bn // 64)
-
         issue(views.mma_s, dP, views.rV, views.rdO[None, None, None, slot_do], True)
         self.probabilities(S_mn, stat, c, inner)
         if masked:
-            self.hide(S_mn, at, first_row)
+            self.hide(S_mn, place, first_row)
         pack(S, P16)
-        if const_expr(self.by_keys):
-            issue(views.mma_v, views.dV, as_a_operand(P16), views.rdOt[None, None, None, slot_do], False)
-            if const_expr(self.deterministic and u == 0):
-                self.turn_done()
-            warpgroup.wait_group(1)  # dP; dV is still running
-        else:
-            cute.copy(views.to_smem, views.to_smem.retile(P16), views.P_dst[None, None, None, slot_ds])
-            if const_expr(self.deterministic and u == 0):
-                self.turn_done()
-            warpgroup.wait_group(0)
-        self.slopes(S_mn, dP_mn, stat + self.bm, at, inner, c)
+        issue(views.mma_v, views.dV, as_a_operand(P16), views.rdOt[None, None, None, slot_do], False)
+        if const_expr(self.deterministic and first):
+            self.turn_done()
+        warpgroup.wait_group(1)  # dP; dV is still running
+        self.slopes(S_mn, dP_mn, stat + self.bm, inner, c)
         pack(dP, dS16)
-        slot_own = slot_ds + w if const_expr(self.by_keys) else slot_ds
-        cute.copy(views.to_smem, views.to_smem.retile(dS16), views.dS_dst[None, None, None, slot_own])
-        if const_expr(last):
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=BAR_EXCHANGE, number_of_threads=2 * WG + self.turn_threads)
+        if const_expr(first):
+            # the other one's dS of the tile before
+            cute.arch.barrier(barrier_id=BAR_DS + 2 * (1 - qs.index) + 1 - w, number_of_threads=2 * WG)
             dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_columns)), Float32)
-            self.issue_dq(views, dQ, qs.index % 2, w)
-        if const_expr(self.by_keys):
-            issue(views.mma_k, views.dK, as_a_operand(dS16), views.rQt[None, None, None, slot_q], False)
-        else:
-            issue(views.mma_v, views.dV, views.rP[None, None, None, slot_ds], views.rdOt[None, None, None, 2 * slot_do + w], False)
-            issue(views.mma_k, views.dK, views.rdSk[None, None, None, slot_ds], views.rQt[None, None, None, 2 * slot_q + w], False)
+            self.issue_dq(views, dQ, 1 - qs.index, w)
+        issue(views.mma_k, views.dK, as_a_operand(dS16), views.rQt[None, None, None, slot_q], False)
+        slot_ds = qs.index * (self.units * 2) + u * 2 + w
+        cute.copy(views.to_smem, views.to_smem.retile(dS16), views.dS_dst[None, None, None, slot_ds])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if const_expr(first):
+            warpgroup.wait_group(1)  # dQ (and dV)
         if const_expr(last):
-            warpgroup.wait_group(1 if self.by_keys else 2)  # dQ (and dV, where it came before)
-            if const_expr(self.by_keys):
-                pipe_do.consumer_release(dos)
-            if const_expr(self.deterministic):
-                self.await_turn(turn, tile.n)
-            self.reduce_dq(dQ, out)
-            pipe_q.consumer_wait(nxt)
+            cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * qs.index + w, number_of_threads=2 * WG)
+        if const_expr(first):
+            if i > 0:  # (before, dQ was of nothing)
+                if const_expr(self.deterministic):
+                    self.await_turn(turn, tile.n)
+                self.reduce_dq(dQ, out)
+        if const_expr(last):
+            if const_expr(not first):
+                warpgroup.wait_group(1)  # dV
+            pipes.do.consumer_release(dos)
+            pipes.q.consumer_wait(nxt)
             self.clear_rows(sQ, nxt.index, m_next, tile, tid)
         S1 = cute.make_rmem_tensor_like(S)  # accumulating into S itself would serialise every product
         slot_next = nxt.index * self.units if const_expr(last) else slot_q + 1
         issue(views.mma_s, S1, views.rK, views.rQ[None, None, None, slot_next], True)
         warpgroup.wait_group(1)  # dK
         if const_expr(last):
-            if const_expr(not self.by_keys):
-                pipe_do.consumer_release(dos)
-            pipe_q.consumer_release(qs)
+            pipes.q.consumer_release(qs)
         warpgroup.wait_group(0)
         S.store(S1.load())
+
+    @cute.jit
+    def unit_by_columns(
+        self, views: Views, S, masked, place: Place, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt, dos, m_next,
+        tile: Tile, tid, out, turn,
+    ):  # fmt: skip
+        """The same; each warpgroup needs what the other one has computed of P and dS."""
+        dP = cute.make_rmem_tensor_like(S)
+        P16, dS16 = cute.make_rmem_tensor_like(S, self.dtype), cute.make_rmem_tensor_like(S, self.dtype)
+        S_mn, dP_mn = rows_view(S), rows_view(dP)
+        stat = sStat.iterator + (qs.index * 2 * self.bm + place.column)
+        issue(views.mma_s, dP, views.rV, views.rdO[None, None, None, dos.index], True)
+        self.probabilities(S_mn, stat, c, inner)
+        if masked:
+            self.hide(S_mn, place, first_row)
+        pack(S, P16)
+        cute.copy(views.to_smem, views.to_smem.retile(P16), views.P_dst[None, None, None, qs.index])
+        if const_expr(self.deterministic):
+            self.turn_done()
+        warpgroup.wait_group(0)  # dP
+        self.slopes(S_mn, dP_mn, stat + self.bm, inner, c)
+        pack(dP, dS16)
+        cute.copy(views.to_smem, views.to_smem.retile(dS16), views.dS_dst[None, None, None, qs.index])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
+        dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_columns)), Float32)
+        self.issue_dq(views, dQ, qs.index, w)
+        issue(views.mma_v, views.dV, views.rP[None, None, None, qs.index], views.rdOt[None, None, None, 2 * dos.index + w], False)
+        issue(views.mma_k, views.dK, views.rdSk[None, None, None, qs.index], views.rQt[None, None, None, 2 * qs.index + w], False)
+        warpgroup.wait_group(2)  # dQ
+        if const_expr(self.deterministic):
+            self.await_turn(turn, tile.n)
+        self.reduce_dq(dQ, out)
+        pipes.q.consumer_wait(nxt)
+        self.clear_rows(sQ, nxt.index, m_next, tile, tid)
+        S1 = cute.make_rmem_tensor_like(S)
+        issue(views.mma_s, S1, views.rK, views.rQ[None, None, None, nxt.index], True)
+        warpgroup.wait_group(1)  # dV, dK
+        pipes.do.consumer_release(dos)
+        pipes.q.consumer_release(qs)
+        warpgroup.wait_group(0)
+        S.store(S1.load())
+
+    @cute.jit
+    def drain_dq(self, views: Views, stage, w, out, turn, tile: Tile):
+        """dQ of the last tile"""
+        cute.arch.barrier(barrier_id=BAR_DS + 2 * stage + 1 - w, number_of_threads=2 * WG)
+        dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_columns)), Float32)
+        self.issue_dq(views, dQ, stage, w)
+        warpgroup.wait_group(0)
+        if const_expr(self.deterministic):
+            self.await_turn(turn, tile.n)
+        self.reduce_dq(dQ, out)
 
     @cute.jit
     def probabilities(self, S_mn, stat, c, inner):
@@ -561,7 +654,7 @@ class BackwardKernel:
                     P_mn[r, j] = P_mn[r, j] if q >= begin else Float32(0.0)
 
     @cute.jit
-    def slopes(self, P_mn, dP_mn, stat, at: Place, inner, c):
+    def slopes(self, P_mn, dP_mn, stat, inner, c):
         """dP <- dS = P (dP - delta), times the softcap's derivative"""
         pair = cute.make_rmem_tensor(2, Float32)
         lse = cute.make_rmem_tensor(2, Float32)
@@ -620,29 +713,30 @@ class BackwardKernel:
 
     @cute.jit
     def turn_done(self):
-        """What this thread has added to dQ so far may be passed on; does not wait for the others."""
+        """What this thread has added to dQ so far may be passed on."""
+        cute.arch.barrier(barrier_id=BAR_PASSED, number_of_threads=2 * WG + 32)
         cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier_arrive(barrier_id=BAR_TURN, number_of_threads=2 * WG + self.turn_threads)
+        cute.arch.barrier_arrive(barrier_id=BAR_TURN, number_of_threads=2 * WG + 32)
 
     @cute.jit
     def pass_turns(self, turns, tile: Tile, group, tiles):
-        """The turn warp: passes each query tile on once the consumers have added to it, which they say one tile later. They wait
-        for it at the exchange of dS, so that they never are two turns ahead.
+        """The turn warp: passes each tile of queries on when the consumers say that they have added to its dQ, ``behind`` tiles
+        later than they have begun with it.
         """
+        behind = 2 if self.by_keys else 1
         begin, end = tile.begin, tile.end
-        first = tile.kv_head * group * tiles + tile.span.first_tile + begin
-        turn, m = turns.iterator.toint() + Int64(first) * 4, begin
+        turn, m = turns.iterator.toint() + Int64(tile.kv_head * group * tiles + tile.span.first_tile + begin) * 4, begin
         total = group * (end - begin)
-        for i in cutlass.range(total + 1, unroll=1):
-            cute.arch.barrier(barrier_id=BAR_TURN, number_of_threads=2 * WG + self.turn_threads)
-            if i > 0:
+        signals = total + behind if total > 0 else Int32(0)
+        for i in cutlass.range(signals, unroll=1):
+            cute.arch.barrier_arrive(barrier_id=BAR_PASSED, number_of_threads=2 * WG + 32)
+            cute.arch.barrier(barrier_id=BAR_TURN, number_of_threads=2 * WG + 32)
+            if i >= behind:
                 if cute.arch.lane_idx() == 0:
                     cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[turn, tile.n - 1])
                 wraps = m + 1 == end
                 turn += Int64(tiles - (end - begin) + 1 if wraps else Int32(1)) * 4
                 m = begin if wraps else m + 1
-            if i < total:
-                cute.arch.barrier_arrive(barrier_id=BAR_EXCHANGE, number_of_threads=2 * WG + self.turn_threads)
 
     # -------------------------------------------------------------------------------------------------------------- memory
     @cute.jit
@@ -693,6 +787,8 @@ class BackwardKernel:
     def finish(self, views: Views, scale, sdK, sdV, mdK, mdV, tile: Tile, w, tid):
         """dK and dV: registers -> shared memory -> global, 16 bytes at a time"""
         cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
+        # a copy that the compiler cannot look through: it would keep a dozen addresses in registers over the whole walk
+        tid = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[tid])
         self.stage_out(views.mma_v, views.dV, Float32(1.0), sdV, self.dv, w, tid)
         self.stage_out(views.mma_k, views.dK, scale, sdK, self.d, w, tid)
         cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
