@@ -23,6 +23,7 @@ class Sass:
     local_stores: int
     register_moves: int  # USETMAXREG: the producer gives, the consumers take
     exponentials: int
+    reductions: int  # REDG: sums in global memory
 
     @property
     def spills(self) -> int:
@@ -49,4 +50,5 @@ def read(cubin: Path) -> Sass:
         local_stores=count("STL"),
         register_moves=count("USETMAXREG"),
         exponentials=count("MUFU.EX2"),
+        reductions=count("REDG", "RED."),
     )

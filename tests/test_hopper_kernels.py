@@ -11,7 +11,7 @@ import pytest
 import sass
 
 from attn3.backends.hopper import config, environment
-from attn3.backends.hopper.config import Features
+from attn3.backends.hopper.config import BackwardFeatures, Features
 
 MASKS = {"dense": (False, False), "right": (False, True), "left": (True, True)}
 
@@ -43,7 +43,26 @@ def tuned_features() -> list[Features]:
     return [*rows, *more]
 
 
-def compile_and_read(features: Features) -> sass.Sass:
+def tuned_backward_features() -> list[BackwardFeatures]:
+    rows = [
+        BackwardFeatures("bfloat16", row.head_dim, row.head_dim_v, left=left, right=right)
+        for row in config.tuned_backward()
+        for left, right in MASKS.values()
+    ]
+    more = [
+        replace(BackwardFeatures("bfloat16", dim, dim, right=True), **options)
+        for dim in (64, 128, 256)
+        for options in (
+            {"deterministic": True},
+            {"packed": True, "dlse": True},
+            {"softcap": True, "dlse": True},
+            {"packed": True, "seqused_q": True, "seqused_k": True, "deterministic": True, "left": True, "softcap": True},
+        )
+    ]
+    return [*rows, *more, BackwardFeatures("float16", 72, 40, packed=True)]
+
+
+def compile_and_read(features: Features | BackwardFeatures) -> sass.Sass:
     from attn3.backends.hopper import compile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -53,8 +72,8 @@ def compile_and_read(features: Features) -> sass.Sass:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[Features, sass.Sass]:
-    every = tuned_features()
+def compiled() -> dict[Features | BackwardFeatures, sass.Sass]:
+    every = [*tuned_features(), *tuned_backward_features()]
     with ProcessPoolExecutor(2) as pool:
         return dict(zip(every, pool.map(compile_and_read, every), strict=True))
 
@@ -70,8 +89,21 @@ def test_machine_code(compiled: dict[Features, sass.Sass], features: Features) -
     assert code.instructions < 9000
 
 
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize("features", tuned_backward_features(), ids=str)
+def test_backward_machine_code(compiled: dict[Features | BackwardFeatures, sass.Sass], features: BackwardFeatures) -> None:
+    """Counts are over the three kernels of a backward pass; two of them have no products."""
+    code = compiled[features]
+    assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
+    assert code.products > 3 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
+    assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
+    assert code.reductions == code.reductions // 8 * 8 > 0, "dQ is added 16 bytes at a time"
+    assert code.instructions < 7000
+
+
 def test_every_row_fits_its_budgets() -> None:
-    for row in config.tuned():
+    for row in (*config.tuned(), *config.tuned_backward()):
         row.tile.check(row.head_dim, row.head_dim_v)
         assert row.provenance, row.label
 
@@ -82,6 +114,13 @@ def test_every_head_dim_has_a_tile(kind: str) -> None:
     for head_dim in range(8, 257, 8):
         for head_dim_v in range(8, 257, 8):
             row = config.choose(Features("bfloat16", head_dim, head_dim_v, left=left, right=right))
+            assert row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
+
+
+def test_every_head_dim_has_a_backward_tile() -> None:
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in range(8, 257, 8):
+            row = config.choose_backward(BackwardFeatures("bfloat16", head_dim, head_dim_v))
             assert row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
 
 

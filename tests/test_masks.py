@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn3 import AttentionError, Causal, Full, Mask, Unsupported, Window
-from attn3.masks import visible_range, visit, window_of
+from attn3.masks import seeing_rows, visible_range, visit, visit_queries, window_of
 
 BOUNDS = (None, 0, 1, 3, 8, 40)
 
@@ -61,6 +61,35 @@ def prove_ranges(query_length: int, key_length: int, left: int | None, right: in
             assert 0 <= begin and end <= key_length
 
 
+def prove_queries(keys: int, block: int, query_length: int, key_length: int, left: int | None, right: int | None) -> None:
+    matrix = visible(query_length, key_length, left, right)
+    first, end = seeing_rows(query_length, key_length, left, right)
+    assert [first <= i < end for i in range(query_length)] == [any(row) for row in matrix]
+    ends = []
+    for first_key in range(0, key_length + 2 * keys, keys):
+        blocks = visit_queries(first_key, keys, block, query_length, key_length, left, right)
+        tile = [row[first_key : first_key + keys] for row in matrix]
+        needed = sorted({i // block for i, row in enumerate(tile) if any(row)})
+        visited = list(range(blocks.begin, blocks.end))
+        assert visited == (list(range(needed[0], needed[-1] + 1)) if needed else []), "blocks of queries are left out or in vain"
+        for b in visited:
+            full = first_key + keys <= key_length and all(all(row) for row in tile[b * block : (b + 1) * block])
+            if blocks.full_begin <= b < blocks.full_end:
+                assert full, "a block with a hidden key is called full"
+            elif (b + 1) * block <= query_length:
+                assert not full, "a full block is called masked"
+        if visited:
+            ends.append((blocks.begin, blocks.end))
+    assert ends == sorted(ends) and [e for _, e in ends] == sorted(e for _, e in ends), "both ends must grow with the keys"
+
+
+@pytest.mark.parametrize("left, right", list(product(BOUNDS, BOUNDS)))
+def test_every_small_problem_the_other_way(left: int | None, right: int | None) -> None:
+    for query_length, key_length in product((0, 1, 2, 5, 9, 16), (0, 1, 2, 7, 8, 9, 17)):
+        for keys, block in product((1, 3, 4, 8), (1, 3, 4, 8)):
+            prove_queries(keys, block, query_length, key_length, left, right)
+
+
 @pytest.mark.parametrize("left, right", list(product(BOUNDS, BOUNDS)))
 def test_every_small_problem(left: int | None, right: int | None) -> None:
     for query_length, key_length in product((1, 2, 5, 9, 16), (0, 1, 2, 7, 8, 9, 17)):
@@ -80,6 +109,7 @@ def test_random_problems(data: st.DataObject) -> None:
     first_row = data.draw(st.integers(0, query_length - 1))  # tiles need not start at a multiple of their size
     prove(first_row, rows, block, query_length, key_length, left, right)
     prove_ranges(query_length, key_length, left, right)
+    prove_queries(rows, block, query_length, key_length, left, right)
 
 
 def test_visit_calls_the_given_minimum_and_maximum() -> None:
@@ -97,6 +127,8 @@ def test_visit_calls_the_given_minimum_and_maximum() -> None:
     for left, right in product((None, 5), (None, 3)):
         assert visit(4, 4, 8, 30, 40, left, right, minimum, maximum) == visit(4, 4, 8, 30, 40, left, right)
         assert visible_range(4, 30, 40, left, right, minimum, maximum) == visible_range(4, 30, 40, left, right)
+        assert visit_queries(4, 4, 8, 30, 40, left, right, minimum, maximum) == visit_queries(4, 4, 8, 30, 40, left, right)
+        assert seeing_rows(30, 40, left, right, minimum, maximum) == seeing_rows(30, 40, left, right)
     assert set(calls) == {"min", "max"}
 
 

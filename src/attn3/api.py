@@ -23,6 +23,7 @@ def attention(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * q k^T) v``, over a dense batch.
@@ -38,6 +39,8 @@ def attention(
         seqused_q, seqused_k: (batch,) int32, how many rows (keys) of each sequence are in use. What lies behind is never read
             into a result; output rows there are 0 and their lse is -inf.
         return_lse: also return the log-sum-exp.
+        deterministic: gradients repeat bitwise, at the cost of some speed of the Hopper backward pass. The same happens under
+            ``torch.use_deterministic_algorithms(True)``. Everything else always repeats bitwise.
         backend: "hopper", "cpu" or "sdpa"; None takes the first that can run the call.
 
     Returns:
@@ -50,7 +53,7 @@ def attention(
         Unsupported: no backend, or not the named one, can run the call (a NotImplementedError); lists every reason.
     """
     problem = Problem.of(q, k, v, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k,
-                         return_lse=return_lse)  # fmt: skip
+                         return_lse=return_lse, deterministic=deterministic)  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
 
@@ -71,6 +74,7 @@ def varlen_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over packed sequences of different lengths; sequence b attends to sequence b only.
@@ -94,7 +98,7 @@ def varlen_attention(
     problem = Problem.of(
         q, k, v, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        return_lse=return_lse,
+        return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out

@@ -13,7 +13,7 @@ Arguments that steer how FA3 schedules a call and not what it computes:
 - ``num_splits``: 0 (FA3's heuristic) and 1 (no split) run; attn3 never splits the keys here. More is refused.
 - ``pack_gqa``: None and False run. True is refused.
 - ``sm_margin``: 0 runs. Anything else is refused.
-- ``deterministic``: both values run. attn3's forward repeats bitwise either way.
+- ``deterministic``: gradients repeat bitwise. attn3's forward does so either way.
 
 What attn3 cannot compute yet (``qv``, the FP8 scales, ``attention_chunk``) raises ``Unsupported``, a NotImplementedError that
 names the argument; nothing is ignored silently.
@@ -72,8 +72,9 @@ def flash_attn_func(
     """
     _refuse(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
     return attention(
-        q, k, v, mask=_mask(causal, window_size), score=_score(softcap), scale=softmax_scale, return_lse=return_attn_probs
-    )
+        q, k, v, mask=_mask(causal, window_size), score=_score(softcap), scale=softmax_scale, return_lse=return_attn_probs,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -120,7 +121,7 @@ def flash_attn_varlen_func(
     return varlen_attention(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         seqused_q=seqused_q, seqused_k=seqused_k, mask=_mask(causal, window_size), score=_score(softcap), scale=softmax_scale,
-        return_lse=return_attn_probs,
+        return_lse=return_attn_probs, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -149,8 +150,9 @@ def flash_attn_qkvpacked_func(
     _refuse(None, q_descale, k_descale, v_descale, attention_chunk, 1, None, sm_margin)
     q, k, v = _unpack(qkv, num_heads_q)
     return attention(
-        q, k, v, mask=_mask(causal, window_size), score=_score(softcap), scale=softmax_scale, return_lse=return_attn_probs
-    )
+        q, k, v, mask=_mask(causal, window_size), score=_score(softcap), scale=softmax_scale, return_lse=return_attn_probs,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def _unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ _LIBRARY = torch.library.Library("attn3", "DEF")
 _OPTIONS = (
     "float scale, SymInt? window_left=None, SymInt? window_right=None, float? softcap=None, Tensor? sinks=None,"
     " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None,"
-    " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str? backend=None"
+    " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool deterministic=False, str? backend=None"
 )
 _LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}) -> (Tensor, Tensor)", tags=[torch.Tag.pt2_compliant_tag])
 _LIBRARY.define(
@@ -31,11 +31,11 @@ _LIBRARY.define(
 
 def _problem(
     q, k, v, *, scale, window_left=None, window_right=None, softcap=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False,
 ):  # fmt: skip
     mask, score = mask_from_window(window_left, window_right), None if softcap is None else Softcap(softcap)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    return Problem(q, k, v, mask, score, scale, sinks, *lengths)
+    return Problem(q, k, v, mask, score, scale, sinks, *lengths, deterministic=deterministic)
 
 
 def _forward_op(q, k, v, *, backend=None, **options):
@@ -55,7 +55,7 @@ def _backward_op(dout, dlse, q, k, v, out, lse, *, backend=None, **options):
         problem = _problem(q, k, v, **options)
         chosen = registry.select(problem, backend)
         if not isinstance(chosen, registry.Differentiable):
-            raise Unsupported(f"backend {chosen.name!r} has no backward pass of its own; pass backend='cpu'")
+            raise Unsupported(f"backend {chosen.name!r} has no backward pass of its own; pass backend='hopper' or 'cpu'")
         dq, dk, dv, dsinks = chosen.backward(problem, dout, out, lse, dlse)
         return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
@@ -78,33 +78,32 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scale, window_left, window_right, softcap, max_seqlen_q,
-        max_seqlen_k, backend,
+        max_seqlen_k, deterministic, backend,
     ):  # fmt: skip
         return torch.ops.attn3.forward(
             q, k, v, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap, sinks=sinks,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic, backend=backend,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         tensors, numbers = inputs[:8], inputs[8:]
-        ctx.scale, ctx.window_left, ctx.window_right, ctx.softcap, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.backend = numbers
+        ctx.numbers = numbers
         ctx.set_materialize_grads(False)  # a result that nothing depends on then arrives as None
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        rest = (None,) * 11
+        rest = (None,) * 12
         if dout is None:
             if dlse is None:
                 return None, None, None, None, *rest
             out = ctx.saved_tensors[-2]
             dout = out.new_zeros(()).expand(out.shape)
-        options = ctx.scale, ctx.window_left, ctx.window_right, ctx.softcap, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.backend
         # a compiled graph is differentiated once only, and torch says so itself
         run = _Gradient.forward if torch.compiler.is_compiling() else _Gradient.apply
-        gradients = run(dout, dlse, *ctx.saved_tensors, *options)
+        gradients = run(dout, dlse, *ctx.saved_tensors, *ctx.numbers)
         return *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)), *rest
 
 
@@ -119,12 +118,12 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(
         dout, dlse, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, scale, window_left, window_right,
-        softcap, max_seqlen_q, max_seqlen_k, backend,
+        softcap, max_seqlen_q, max_seqlen_k, deterministic, backend,
     ):  # fmt: skip
         return torch.ops.attn3.backward(
             dout, dlse, q, k, v, out, lse, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap,
             sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, backend=backend,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic, backend=backend,
         )  # fmt: skip
 
     @staticmethod
@@ -170,7 +169,7 @@ def _differentiable(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     p, (left, right) = problem, problem.window
     return _Attention.apply(
         p.q, p.k, p.v, p.sinks, p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k, p.scale, left, right, p.softcap,
-        p.max_seqlen_q, p.max_seqlen_k, backend,
+        p.max_seqlen_q, p.max_seqlen_k, p.deterministic, backend,
     )  # fmt: skip
 
 
@@ -179,7 +178,8 @@ def _through_dispatcher(problem: Problem, backend: str | None) -> tuple[Tensor, 
     return torch.ops.attn3.forward(
         problem.q, problem.k, problem.v, scale=problem.scale, window_left=left, window_right=right, softcap=problem.softcap,
         sinks=problem.sinks, cu_seqlens_q=problem.cu_seqlens_q, cu_seqlens_k=problem.cu_seqlens_k, seqused_q=problem.seqused_q,
-        seqused_k=problem.seqused_k, max_seqlen_q=problem.max_seqlen_q, max_seqlen_k=problem.max_seqlen_k, backend=backend,
+        seqused_k=problem.seqused_k, max_seqlen_q=problem.max_seqlen_q, max_seqlen_k=problem.max_seqlen_k,
+        deterministic=problem.deterministic, backend=backend,
     )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class Problem:
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     return_lse: bool = True  # False: the backend may leave lse out and return None for it
+    deterministic: bool = False  # gradients repeat bitwise
 
     @staticmethod
     def of(
@@ -66,6 +67,7 @@ class Problem:
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         return_lse: bool = True,
+        deterministic: bool = False,
     ) -> Problem:
         packed = cu_seqlens_q is not None
         q, k, v = _autocast(q, k, v)
@@ -82,7 +84,7 @@ class Problem:
             raise AttentionError(f"scale is {scale!r}; pass a finite Python number (head_dim ** -0.5 is the default)")
         problem = Problem(
             q, k, v, mask, score, float(scale), sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-            return_lse,
+            return_lse, deterministic,
         )  # fmt: skip
         if sinks is not None:
             _check_sinks(sinks, q)

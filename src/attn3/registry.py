@@ -37,7 +37,7 @@ class Differentiable(Backend, Protocol):
     """A backend with a backward pass of its own.
 
     A backend without one either has a forward that torch differentiates, and says so by ``through_torch = True`` (sdpa), or
-    refuses calls with ``problem.needs_grad`` (hopper).
+    refuses calls with ``problem.needs_grad``.
     """
 
     def backward(

@@ -14,7 +14,7 @@ def hashed_files(root: Path = ROOT) -> list[Path]:
     package = root / "src" / "attn3"
     hopper = package / "backends" / "hopper"
     traced = (package / f"{name}.py" for name in ("problem", "masks", "scores"))
-    files = {*hopper.rglob("*.py"), *hopper.rglob("tuned.json"), *traced}
+    files = {*hopper.rglob("*.py"), *hopper.rglob("*.json"), *traced}
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 

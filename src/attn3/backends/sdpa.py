@@ -36,6 +36,8 @@ class SdpaBackend:
             reasons.append(f"the score {p.score!r} is not supported")
         if p.sinks is not None:
             reasons.append("sinks are not supported")
+        if p.deterministic and p.needs_grad and p.q.is_cuda:
+            reasons.append("deterministic=True is torch's own setting there: torch.use_deterministic_algorithms(True)")
         if p.packed:
             return reasons  # what follows looks at dense shapes
         query_length, key_length = p.q.shape[1], p.k.shape[1]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attn3.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM_V = 256  # of the backward pass: dP is a sum over all columns of V at once
 
 
 class HopperBackend:
@@ -30,8 +31,9 @@ class HopperBackend:
             reasons.extend(environment.device_reasons(device.index))
         if problem.q.dtype not in DTYPES:
             reasons.append(f"q has dtype {problem.q.dtype}; float16 or bfloat16 is needed")
-        if problem.needs_grad:
-            reasons.append("an input requires grad and the backward pass is not implemented yet; use torch.no_grad()")
+        if problem.needs_grad and problem.head_dim_v > MAX_HEAD_DIM_V:
+            limit = f"the backward pass takes up to {MAX_HEAD_DIM_V}"
+            reasons.append(f"v has head_dim {problem.head_dim_v}; {limit}; use torch.no_grad()")
         return reasons
 
     def accepts(self, problem: Problem) -> bool:
@@ -42,7 +44,7 @@ class HopperBackend:
             and q.dtype in DTYPES
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
-            and not problem.needs_grad
+            and (problem.v.shape[-1] <= MAX_HEAD_DIM_V or not problem.needs_grad)
         )
 
     def tile(self, problem: Problem) -> str:
@@ -56,3 +58,11 @@ class HopperBackend:
         from attn3.backends.hopper import launch
 
         return launch.forward(problem)
+
+    def backward(
+        self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        from attn3.backends.hopper import launch_backward
+
+        deterministic = problem.deterministic or torch.are_deterministic_algorithms_enabled()
+        return launch_backward.backward(problem, dout, out, lse, dlse, deterministic)

@@ -189,7 +189,8 @@ def tuned_backward() -> tuple[BackwardRow, ...]:
     rows = json.loads(Path(__file__).with_name("tuned_backward.json").read_text())
     names = [f.name for f in fields(BackwardTile)]
     return tuple(
-        BackwardRow(row["head_dim"], row["head_dim_v"], BackwardTile(**{n: row[n] for n in names}), row["provenance"]) for row in rows
+        BackwardRow(row["head_dim"], row["head_dim_v"], BackwardTile(**{n: row[n] for n in names}), row["provenance"])
+        for row in rows
     )
 
 

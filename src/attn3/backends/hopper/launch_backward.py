@@ -46,9 +46,9 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
     vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))
     with torch.cuda.device(q.device):
         compile.kernel(features)(
-            for_tma(q), for_tma(k), for_tma(v), for_tma(out), for_tma(dout.to(q.dtype)), lse, None if dlse is None else dlse.float(),
-            dq, dk, dv, stats, work, counter, turns, *vectors, c, inner, p.scale, left or 0, right or 0, section,
-            environment.processors(q.device.index),
+            for_tma(q), for_tma(k), for_tma(v), for_tma(out), for_tma(dout.to(q.dtype)),
+            lse, None if dlse is None else dlse.float(), dq, dk, dv, stats, work, counter, turns, *vectors,
+            c, inner, p.scale, left or 0, right or 0, section, environment.processors(q.device.index),
         )  # fmt: skip
     return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows)
 

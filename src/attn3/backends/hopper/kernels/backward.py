@@ -44,6 +44,11 @@ INF = float("inf")
 LOG2_E = math.log2(math.e)
 
 
+def opaque(x):
+    """A copy that the compiler cannot look through: it would compute addresses far ahead and keep them in registers meanwhile."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
 class Views(NamedTuple):
     """A consumer's operands. Shared-memory ones are indexed by slot in their last mode."""
 
@@ -203,7 +208,10 @@ class BackwardKernel:
             tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, mma_s, mma_v,
             mma_k, mma_q, c, inner, scale, left, right, section, key_tiles, slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads,
             heads // kv_heads, tiles,
-        ).launch(grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True, stream=stream)  # fmt: skip
+        ).launch(
+            grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
+            stream=stream,
+        )  # fmt: skip
         delta.Postprocess(self.bm, self.d, self.dq_columns, self.features).launch(work, mdQ, stats.shape[1], seqs, scale, stream)
 
     def layouts(self):
@@ -232,8 +240,9 @@ class BackwardKernel:
         self,
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_do: cute.CopyAtom, gdO: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
         tma_v: cute.CopyAtom, gV: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, stats: cute.Tensor, work: cute.Tensor,
-        counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma,
-        mma_q: cute.TiledMma, c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, section: Int32,
+        counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans,
+        mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
+        c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, section: Int32,
         key_tiles: Int32, slots: Int32, kv_heads_div: cute.FastDivmodDivisorV2, kv_heads: Int32, group: Int32, tiles: Int32,
     ):  # fmt: skip
         tidx, t, gdim = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -751,7 +760,7 @@ class BackwardKernel:
 
     @cute.jit
     def clear_rows(self, s, stage, m, tile: Tile, tid):
-        """Zeros for the queries of tile m that see no key or are not in use: Q and dO may hold anything there, and 0 * NaN is NaN."""
+        """Zeros for the queries of tile m that see no key or are not in use: Q and dO may hold anything there; 0 * NaN is NaN."""
         if const_expr(self.scrub):
             first = m * self.bm
             if (first < tile.see_begin) | (first + self.bm > tile.see_end):
@@ -777,6 +786,7 @@ class BackwardKernel:
     def zero_rows(self, s, slot, begin, end, tid):
         """rows begin … end - 1 of a slot of 64, clipped to it; by both warpgroups"""
         chunks = cute.size(s, mode=[1]) // 8
+        tid = opaque(tid) if const_expr(self.packed and not self.left) else tid  # registers are tight there
         step = 2 * WG // chunks
         zero = cute.make_rmem_tensor(8, self.dtype)
         zero.fill(0.0)
@@ -787,8 +797,7 @@ class BackwardKernel:
     def finish(self, views: Views, scale, sdK, sdV, mdK, mdV, tile: Tile, w, tid):
         """dK and dV: registers -> shared memory -> global, 16 bytes at a time"""
         cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
-        # a copy that the compiler cannot look through: it would keep a dozen addresses in registers over the whole walk
-        tid = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[tid])
+        tid = opaque(tid)
         self.stage_out(views.mma_v, views.dV, Float32(1.0), sdV, self.dv, w, tid)
         self.stage_out(views.mma_k, views.dK, scale, sdK, self.d, w, tid)
         cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
