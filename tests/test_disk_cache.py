@@ -6,13 +6,18 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from attn3.backends.hopper import disk_cache
-from attn3.backends.hopper.disk_cache import DiskCache
+from attn3.backends.hopper import compile, config, disk_cache, environment
+from attn3.backends.hopper.config import Features
+from attn3.backends.hopper.disk_cache import LIBRARY, DiskCache
 
 KEY = "forward bf16 d128 causal"
 posix = pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs POSIX owners and modes")
@@ -213,3 +218,168 @@ def test_many_processes(tmp_path):
     cache = DiskCache(tmp_path / "kernels")
     assert [get(cache, f"kernel {n}") for n in range(5)] == [f"kernel {n}".encode() * 2000 for n in range(5)]
     assert sum(counts) >= 5
+
+
+def test_what_is_made_from_an_object_is_an_entry_of_its_own(cache):
+    put(cache)
+    assert cache.lookup(KEY, Path.read_bytes, LIBRARY) is None and get(cache) == b"object"
+    cache.store(KEY, lambda path: path.write_bytes(b"linked") and None, LIBRARY)
+    assert cache.lookup(KEY, Path.read_bytes, LIBRARY) == b"linked" and get(cache) == b"object"
+    assert cache.info().entries == 1  # one kernel
+    files(cache, LIBRARY)[0].write_bytes(b"linkeD")
+    assert cache.lookup(KEY, Path.read_bytes, LIBRARY) is None and not files(cache, LIBRARY)
+    assert get(cache) == b"object"
+    assert cache.clear().entries == 1 and not list(cache.folder.iterdir())
+
+
+DENSE = Features("bfloat16", 64, 64, lse=False)
+PACKED = Features("bfloat16", 64, 64, packed=True, lse=False)
+needs_dsl = pytest.mark.skipif(bool(environment.software_reasons()), reason="needs the `hopper` extra")
+needs_linker = pytest.mark.skipif(environment.linker() is None, reason="needs a C compiler or a linker")
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """A cache with two kernels as a machine without a linker leaves them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTN3_CACHE_DIR", str(tmp_path_factory.mktemp("objects")))
+        patch.setattr(environment, "linker", lambda: None)
+        for features in (DENSE, PACKED):
+            compile._load_or_compile(features)
+        cache = disk_cache.default()
+    assert len(files(cache, ".o")) == 2 and not files(cache, LIBRARY)
+    return cache
+
+
+@pytest.fixture
+def kernels(objects, tmp_path, monkeypatch):
+    """A copy of it that nothing can be compiled into."""
+    shutil.copytree(objects.folder, tmp_path / "kernels")
+    monkeypatch.setenv("ATTN3_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "build", _refuse)
+    return disk_cache.default()
+
+
+def _refuse(*args, **kwargs):
+    raise AssertionError("not to be used here")
+
+
+def signature(kernel) -> str:
+    """What a kernel takes, from its complaint about a call that it does not."""
+    with pytest.raises(TypeError) as caught:
+        kernel(*[0] * 17)
+    return str(caught.value)
+
+
+def is_dense(kernel) -> bool:
+    return "mQ: Tensor([n0, n1, n2, 64], bfloat16)" in signature(kernel)
+
+
+@needs_dsl
+@needs_linker
+@pytest.mark.compile
+def test_an_object_is_linked_once(kernels, monkeypatch):
+    monkeypatch.setattr(compile, "load", _refuse)
+    assert is_dense(compile._load_or_compile(DENSE))
+    assert not is_dense(compile._load_or_compile(PACKED))
+    assert len(files(kernels, LIBRARY)) == 2
+    monkeypatch.setattr(compile, "link", _refuse)
+    dense, packed = compile._load_or_compile(DENSE), compile._load_or_compile(PACKED)
+    assert is_dense(dense) and not is_dense(packed)  # the same symbols, side by side
+
+
+@needs_dsl
+@needs_linker
+@pytest.mark.compile
+def test_a_new_process_loads_a_kernel_without_the_dsl(kernels):
+    compile._load_or_compile(DENSE)
+    probe = f"""
+import sys
+from attn3.backends.hopper import compile, environment
+from attn3.backends.hopper.config import Features
+assert not environment.software_reasons()
+print(compile.kernel({DENSE!r}))
+assert "tvm_ffi" in sys.modules
+print(sorted(name for name in sys.modules if name.partition(".")[0] == "cutlass"))
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[1] == "[]"
+
+
+@needs_dsl
+@pytest.mark.compile
+def test_without_a_linker_the_dsl_loads_the_object(kernels, monkeypatch, caplog):
+    monkeypatch.setattr(environment, "linker", lambda: None)
+    monkeypatch.setattr(compile, "load_library", _refuse)
+    assert is_dense(compile._load_or_compile(DENSE))
+    assert not files(kernels, LIBRARY) and not caplog.text
+
+
+@needs_dsl
+@pytest.mark.compile
+def test_a_linker_that_fails_leaves_it_to_the_dsl(kernels, monkeypatch, caplog):
+    monkeypatch.setattr(environment, "linker", lambda: shutil.which("false"))
+    with caplog.at_level(logging.DEBUG, logger="attn3"):
+        assert is_dense(compile._load_or_compile(DENSE))
+    assert not files(kernels, LIBRARY) and len(files(kernels, ".o")) == 2
+    assert "did not keep" in caplog.text and "false" in caplog.text
+
+
+@needs_dsl
+@needs_linker
+@pytest.mark.compile
+@pytest.mark.parametrize("damage", ["changed", "not a library", "misses a symbol"])
+def test_a_bad_library_is_linked_again(kernels, damage, monkeypatch, caplog):
+    compile._load_or_compile(DENSE)
+    (library,) = files(kernels, LIBRARY)
+    good = library.read_bytes()
+    bad = {
+        "changed": good[:-1] + b"x",
+        "not a library": b"text",
+        "misses a symbol": good.replace(b"TVMFFIEnvGetStream", b"TVMFFIEnvGetStreaN"),
+    }
+    if damage == "changed":
+        library.unlink()  # the old one stays mapped
+        library.write_bytes(bad[damage])
+    else:  # with a record that matches, as a library of another version would have
+        key = compile.cache_key(DENSE, config.choose(DENSE).tile)
+        kernels.store(key, lambda path: path.write_bytes(bad[damage]) and None, LIBRARY)
+    monkeypatch.setattr(compile, "load", _refuse)
+    assert is_dense(compile._load_or_compile(DENSE))
+    assert "unusable entry" in caplog.text
+    assert files(kernels, LIBRARY)[0].read_bytes() == good
+    caplog.clear()
+    assert is_dense(compile._load_or_compile(DENSE)) and not caplog.text
+
+
+@needs_dsl
+@pytest.mark.compile
+def test_a_library_that_never_loads_leaves_it_to_the_dsl(kernels, monkeypatch):
+    """As on a file system that nothing may be executed from."""
+    monkeypatch.setattr(compile, "load_library", _refuse)
+    assert is_dense(compile._load_or_compile(DENSE))
+    assert not files(kernels, LIBRARY)
+
+
+@needs_dsl
+def test_the_runtime_is_the_one_that_the_dsl_takes(monkeypatch):
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    assert str(environment.dsl_runtime()) in find_runtime_libraries(enable_tvm_ffi=True)
+
+
+@pytest.mark.parametrize(("driver", "want"), [(None, "cu13"), (14, "cu13"), (13, "cu13"), (12, "cu12"), (11, None)])
+def test_the_runtime_fits_the_driver(tmp_path, monkeypatch, driver, want):
+    for flavor in ("cu12", "cu13", "cuda"):
+        library = tmp_path / flavor / "lib" / "libcute_dsl_runtime.so"
+        library.parent.mkdir(parents=True)
+        library.touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.delenv("CUTE_DSL_LIBS", raising=False)
+    monkeypatch.setattr(environment, "find_spec", lambda name: spec)
+    monkeypatch.setattr(environment, "_driver_cuda_major", lambda: driver)
+    found = environment.dsl_runtime.__wrapped__()
+    assert (found and found.parts[-3]) == want
+    monkeypatch.setenv("CUTE_DSL_LIBS", f"/other/libx.so{os.pathsep}/own/libcute_dsl_runtime.so")
+    assert environment.dsl_runtime.__wrapped__() == Path("/own/libcute_dsl_runtime.so")

@@ -197,7 +197,8 @@ def _observed(problem: Problem) -> bool:
     """Is there a dispatch mode, a functorch level, a dual level, a meta tensor or a tensor subclass that must see the op?"""
     if problem.q.is_meta or torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return forward_ad._current_level >= 0 or not all(type(t) in _PLAIN for t in (problem.q, problem.k, problem.v))
+    plain = type(problem.q) in _PLAIN and type(problem.k) in _PLAIN and type(problem.v) in _PLAIN
+    return forward_ad._current_level >= 0 or not plain
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

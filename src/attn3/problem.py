@@ -128,10 +128,12 @@ class Problem:
 
     @property
     def needs_grad(self) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        tensors = (self.q, self.k, self.v, self.sinks)
-        return any(t is not None and t.requires_grad for t in tensors)
+        return torch.is_grad_enabled() and (
+            self.q.requires_grad
+            or self.k.requires_grad
+            or self.v.requires_grad
+            or (self.sinks is not None and self.sinks.requires_grad)
+        )
 
     def out_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.v.shape[-1])
@@ -173,8 +175,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, got = next((n, t) for n, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Tensor))
         raise AttentionError(f"{name} is {type(got).__name__}; pass a torch.Tensor")
-    kind = q.device.type
-    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+    kind = "cuda" if q.is_cuda else "cpu" if q.is_cpu else None  # q.device.type takes ten times as long
+    if kind is not None and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = (t.to(dtype) if t.dtype in (torch.float16, torch.bfloat16, torch.float32) else t for t in (q, k, v))
     return q, k, v
@@ -195,9 +197,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     device = q.device
     if k.device != device or v.device != device:
         raise AttentionError(f"q, k, v are on {device}, {k.device}, {v.device}; move them to one device")
-    *q_rows, heads, dim = q_shape
-    *k_rows, kv_heads, k_dim = k_shape
-    *v_rows, v_heads, dim_v = v_shape
+    heads, dim, kv_heads, k_dim, v_heads, dim_v = q_shape[-2], q_shape[-1], k_shape[-2], k_shape[-1], v_shape[-2], v_shape[-1]
     if v_heads != kv_heads:
         raise AttentionError(f"k has {kv_heads} heads and v has {v_heads}; they must be equal")
     if kv_heads == 0 or heads == 0 or heads % kv_heads != 0:
@@ -208,13 +208,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         raise AttentionError(f"q has head_dim {dim}; pass a multiple of 8 from 8 to {MAX_HEAD_DIM} (pad q and k with zeros)")
     if dim_v % 8 or not 8 <= dim_v <= MAX_HEAD_DIM_V:
         raise AttentionError(f"v has head_dim {dim_v}; pass a multiple of 8 from 8 to {MAX_HEAD_DIM_V} (pad v, slice the output)")
-    if k_rows == v_rows and (packed or k_rows[0] == q_rows[0]):
-        return
     if packed:
-        raise AttentionError(f"k has {k_rows[0]} tokens and v has {v_rows[0]}; they must be equal")
-    if k_rows[0] != q_rows[0] or v_rows[0] != q_rows[0]:
-        raise AttentionError(f"q, k, v have batch {q_rows[0]}, {k_rows[0]}, {v_rows[0]}; they must be equal")
-    raise AttentionError(f"k has {k_rows[1]} keys and v has {v_rows[1]}; they must be equal")
+        if k_shape[0] != v_shape[0]:
+            raise AttentionError(f"k has {k_shape[0]} tokens and v has {v_shape[0]}; they must be equal")
+    elif k_shape[0] != q_shape[0] or v_shape[0] != q_shape[0]:
+        raise AttentionError(f"q, k, v have batch {q_shape[0]}, {k_shape[0]}, {v_shape[0]}; they must be equal")
+    elif k_shape[1] != v_shape[1]:
+        raise AttentionError(f"k has {k_shape[1]} keys and v has {v_shape[1]}; they must be equal")
 
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:

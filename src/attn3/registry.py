@@ -66,7 +66,7 @@ _BACKENDS: dict[str, Backend] = {}
 
 def _order(problem: Problem) -> tuple[str, ...]:
     # on other GPUs torch's own kernels are the faster fallback
-    return ("hopper", "cpu", "sdpa") if problem.q.device.type == "cpu" else ("hopper", "sdpa", "cpu")
+    return ("hopper", "cpu", "sdpa") if problem.q.is_cpu else ("hopper", "sdpa", "cpu")
 
 
 def explain(problem: Problem) -> dict[str, list[str]]:

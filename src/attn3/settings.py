@@ -14,12 +14,17 @@ VARIABLES = {
 }
 
 
+_ENVIRONMENT = os.environ._data  # what os.environ encodes names for and looks them up in
+_BACKEND = os.environ.encodekey("ATTN3_BACKEND")
+
+
 def _flag(name: str) -> bool:
     return os.environ.get(name, "").lower() not in ("", "0", "false", "no")
 
 
 def default_backend() -> str | None:
-    return os.environ.get("ATTN3_BACKEND") or None
+    # asked in every call, where os.environ.get would take a microsecond to find nothing
+    return os.environ.get("ATTN3_BACKEND") or None if _BACKEND in _ENVIRONMENT else None
 
 
 def cache_dir() -> Path:

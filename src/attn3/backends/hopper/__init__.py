@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn3.backends.hopper import config, environment
+from attn3.backends.hopper import config, environment, launch
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -49,14 +49,10 @@ class HopperBackend:
 
     def tile(self, problem: Problem) -> str:
         """The tile that a call gets, in words."""
-        from attn3.backends.hopper.launch import features_of
-
-        row = config.choose(features_of(problem))
+        row = config.choose(launch.features_of(problem))
         return f"{row.tile} for {row.label}; {row.provenance}"
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        from attn3.backends.hopper import launch
-
         return launch.forward(problem)
 
     def backward(

@@ -1,15 +1,18 @@
 """Features -> a compiled kernel: compiled once, kept on disk between processes, loaded in milliseconds.
 
 Compiling needs the CuTe DSL and no GPU; what it gives is machine code for sm_90a behind a TVM-FFI function, exported as an
-object file. The key of an entry holds everything that the code depends on: the versions of attn3, the DSL and TVM-FFI, the
+object file. Where there is a linker, the object is kept as a shared library, too: that one is loaded without the DSL, whose import
+alone takes a second. The key of an entry holds everything that the code depends on: the versions of attn3, the DSL and TVM-FFI, the
 text of the kernels' sources, the features and the tile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import logging
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from attn3 import settings
-from attn3.backends.hopper import config, disk_cache
+from attn3.backends.hopper import config, disk_cache, environment
 from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, BackwardTile, Features, Tile, TunedRow
 
 log = logging.getLogger("attn3")
@@ -53,16 +56,36 @@ def _load_or_compile(features: AnyFeatures) -> Callable[..., None]:
     if disk is None:
         return _compile_visibly(features, row)
     key = cache_key(features, row.tile)
-    found = disk.lookup(key, load)
+    found = _from_disk(disk, key)
     if found is not None:
         return found
     with disk.lock(key):  # another process may be compiling it right now
-        found = disk.lookup(key, load)
+        found = _from_disk(disk, key)
         if found is not None:
             return found
         compiled = _compile_visibly(features, row)
         disk.store(key, lambda path: compiled.export_to_c(object_file_path=str(path), function_name=SYMBOL))
-        return compiled
+        stored = _from_disk(disk, key)  # called with less overhead than what the DSL gave
+        return compiled if stored is None else stored
+
+
+def _from_disk(disk: disk_cache.DiskCache, key: str) -> Callable[..., None] | None:
+    """The stored kernel: the shared library, else the object, which is linked for the next process."""
+    if environment.dsl_runtime() is None or environment.linker() is None:
+        return disk.lookup(key, load)
+    found = disk.lookup(key, load_library, disk_cache.LIBRARY)
+    return found if found is not None else disk.lookup(key, lambda path: _link_and_load(disk, key, path))
+
+
+def _link_and_load(disk: disk_cache.DiskCache, key: str, path: Path) -> Callable[..., None]:
+    loaded = []
+
+    def write(library: Path) -> None:
+        link(path, library)
+        loaded.append(load_library(library))  # one that does not load is not kept
+
+    disk.store(key, write, disk_cache.LIBRARY)
+    return loaded[0] if loaded else load(path)
 
 
 def _compile_visibly(features: AnyFeatures, row: AnyRow) -> Any:
@@ -192,6 +215,19 @@ def load(path: Path) -> Callable[..., None]:
     from cutlass.cute.runtime import load_module
 
     return getattr(load_module(str(path), enable_tvm_ffi=True), SYMBOL)
+
+
+def link(path: Path, library: Path) -> None:
+    """Makes a shared library of an object file. What it calls in the DSL's runtime and TVM-FFI stays open until it is loaded."""
+    subprocess.run([environment.linker(), "-shared", path, "-o", library], check=True, capture_output=True, timeout=60)
+
+
+def load_library(path: Path) -> Callable[..., None]:
+    """The TVM-FFI function of a linked object file."""
+    import tvm_ffi
+
+    ctypes.CDLL(str(environment.dsl_runtime()), ctypes.RTLD_GLOBAL)
+    return getattr(tvm_ffi.load_module(path), SYMBOL)
 
 
 def cache_key(features: AnyFeatures, tile: Tile | BackwardTile) -> str:

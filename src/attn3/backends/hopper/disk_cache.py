@@ -1,7 +1,8 @@
 """Compiled kernels on disk: a folder of objects, shared by all processes of one user.
 
-An entry is a pair of files named by the SHA-256 of its key: ``<name>.o``, the object, beside ``<name>.json``, the key in full
-and the SHA-256 of the object. An object that does not match its record never reaches the loader.
+An entry is a pair of files named by the SHA-256 of its key: ``<name>.o``, the object, beside ``<name>.o.json``, the key in full
+and the SHA-256 of the object. An object that does not match its record never reaches the loader. What is made from the object
+and only saves time (``<name>.so``, the object linked) is a pair of its own.
 
 What is promised:
 
@@ -31,6 +32,7 @@ from attn3 import settings
 
 T = TypeVar("T")
 
+OBJECT, LIBRARY = ".o", ".so"
 LOCK_SECONDS = 120.0  # longer than any compilation here; whoever waits longer compiles by itself
 
 _log = logging.getLogger("attn3")
@@ -52,14 +54,14 @@ class DiskCache:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
 
-    def lookup(self, key: str, load: Callable[[Path], T]) -> T | None:
+    def lookup(self, key: str, load: Callable[[Path], T], suffix: str = OBJECT) -> T | None:
         """``load(path)`` of the entry, or None if there is none.
 
         An entry that is damaged, or that ``load`` raises on, is removed and counts as missing.
         """
         if not self._trusted():
             return None
-        entry, record = self._paths(key)
+        entry, record = self._paths(key, suffix)
         try:
             matches = _matches(entry, record)
             if not matches:  # perhaps it is being replaced at this moment
@@ -78,15 +80,15 @@ class DiskCache:
                 path.unlink()
         return None
 
-    def store(self, key: str, write: Callable[[Path], None]) -> None:
+    def store(self, key: str, write: Callable[[Path], None], suffix: str = OBJECT) -> None:
         """Keeps what ``write(path)`` puts at the path it is given. Never raises."""
         temporary: list[Path] = []
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._trusted():
                 return
-            entry, record = self._paths(key)
-            new_entry, new_record = self._temporary(".o", temporary), self._temporary(".json", temporary)
+            entry, record = self._paths(key, suffix)
+            new_entry, new_record = self._temporary(suffix, temporary), self._temporary(".json", temporary)
             write(new_entry)
             content = {"key": key, "sha256": _digest(new_entry), "bytes": new_entry.stat().st_size}
             new_record.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -114,7 +116,7 @@ class DiskCache:
 
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._trusted():
-                held = filelock.FileLock(str(self._paths(key)[0].with_suffix(".lock")), timeout=LOCK_SECONDS, mode=0o600)
+                held = filelock.FileLock(str(self._paths(key, ".lock")[0]), timeout=LOCK_SECONDS, mode=0o600)
                 held.acquire()
         except Exception as error:
             held = None
@@ -132,7 +134,7 @@ class DiskCache:
         for path in self._files():
             with contextlib.suppress(OSError):
                 size += path.stat().st_size
-                entries += path.suffix == ".o" and not path.name.startswith(_TEMPORARY)
+                entries += path.suffix == OBJECT and not path.name.startswith(_TEMPORARY)
         return Info(self.folder, entries, size)
 
     def clear(self) -> Info:
@@ -143,12 +145,12 @@ class DiskCache:
                 bytes_of_file = path.stat().st_size
                 path.unlink()
                 size += bytes_of_file
-                entries += path.suffix == ".o" and not path.name.startswith(_TEMPORARY)
+                entries += path.suffix == OBJECT and not path.name.startswith(_TEMPORARY)
         return Info(self.folder, entries, size)
 
-    def _paths(self, key: str) -> tuple[Path, Path]:
-        name = hashlib.sha256(key.encode()).hexdigest()
-        return self.folder / f"{name}.o", self.folder / f"{name}.json"
+    def _paths(self, key: str, suffix: str) -> tuple[Path, Path]:
+        name = hashlib.sha256(key.encode()).hexdigest() + suffix
+        return self.folder / name, self.folder / f"{name}.json"
 
     def _temporary(self, suffix: str, made: list[Path]) -> Path:
         handle, name = tempfile.mkstemp(prefix=_TEMPORARY, suffix=suffix, dir=self.folder)
@@ -158,7 +160,7 @@ class DiskCache:
 
     def _files(self) -> list[Path]:
         try:
-            return [path for path in self.folder.iterdir() if path.suffix in (".o", ".json", ".lock") and path.is_file()]
+            return [path for path in self.folder.iterdir() if path.suffix in (OBJECT, LIBRARY, ".json", ".lock") and path.is_file()]
         except OSError:
             return []
 

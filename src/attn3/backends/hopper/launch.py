@@ -23,13 +23,11 @@ WIDEST_V = 256  # columns of V that one launch computes; wider V is computed in 
 
 
 class _Part(NamedTuple):
-    """One launch of a call: some columns of V, all of them unless there are more than WIDEST_V."""
+    """One launch of a call: some columns of V, or all of them where columns is None."""
 
     kernel: Callable[..., None]
-    start: int
-    width: int
-    section: int
-    ctas: int
+    columns: slice | None
+    values: tuple[float, float, int, int, int, int]  # c, inner, left, right, section, ctas
 
 
 class _Plan(NamedTuple):
@@ -41,10 +39,6 @@ class _Plan(NamedTuple):
     as_they_are: bool  # TMA can take the strides (the address must be looked at in every call)
     device: int
     parts: tuple[_Part, ...]
-    c: float
-    inner: float
-    left: int
-    right: int
 
 
 _plans: dict[tuple, _Plan] = {}
@@ -76,7 +70,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
     if used_k is not None:
         used_k = used_k.contiguous()
     index = plan.device
-    if torch.cuda.current_device() == index:
+    if torch._C._cuda_getDevice() == index:  # torch.cuda.current_device() also looks whether CUDA is initialised
         _launch(plan, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, sinks)
     else:
         with torch.cuda.device(index):
@@ -85,11 +79,9 @@ def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
 
 
 def _launch(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *optional: Tensor | None) -> None:
-    for part in plan.parts:  # none when there is nothing to compute
-        columns = None if len(plan.parts) == 1 else slice(part.start, part.start + part.width)
+    for kernel, columns, values in plan.parts:  # none when there is nothing to compute
         v_part, out_part = (v, out) if columns is None else (v[..., columns], out[..., columns])
-        part.kernel(q, k, v_part, out_part, lse, _counters(plan.device), *optional, plan.c, plan.inner, plan.left, plan.right,
-                    part.section, part.ctas)  # fmt: skip
+        kernel(q, k, v_part, out_part, lse, _counters(plan.device), *optional, *values)
 
 
 def _plan(p: Problem) -> _Plan:
@@ -114,10 +106,12 @@ def _plan(p: Problem) -> _Plan:
                 tiles = -(-q.shape[1] // rows) * p.heads * p.batch
                 if features.right and not features.left:
                     section = max(1, L2_BYTES // (2 * (p.head_dim + features.head_dim_v) * k.shape[1])) * (p.heads // p.kv_heads)
-            parts.append(_Part(compile.kernel(features), start, features.head_dim_v, section, min(tiles, processors)))
+            columns = slice(start, start + features.head_dim_v) if p.head_dim_v > WIDEST_V else None
+            values = c, inner, left or 0, right or 0, section, min(tiles, processors)
+            parts.append(_Part(compile.kernel(features), columns, values))
     strides = all(t.stride(-1) == 1 and not any(s & 7 for s in t.stride()[:-1]) for t in (q, k, v))
     lse_shape = p.lse_shape() if p.return_lse else None
-    return _Plan(out_shape, lse_shape, like_q, strides, q.device.index, tuple(parts), c, inner, left or 0, right or 0)
+    return _Plan(out_shape, lse_shape, like_q, strides, q.device.index, tuple(parts))
 
 
 def features_of(p: Problem, width: int | None = None) -> Features:
@@ -200,7 +194,8 @@ _arenas_lock = threading.Lock()
 
 def _counters(index: int) -> Tensor:
     arena = _arenas.get(index)
-    capturing = torch.cuda.is_current_stream_capturing()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    capturing = stream != 0 and torch.cuda.is_current_stream_capturing()  # 0, the default stream, cannot be captured
     if arena is None:
         if capturing:  # nothing may be synchronised now
             return torch.zeros(2, dtype=torch.int32, device=f"cuda:{index}")
@@ -208,6 +203,5 @@ def _counters(index: int) -> Tensor:
             arena = _arenas.setdefault(index, _Arena(index))
     if capturing:
         return arena.of_capture()
-    stream = torch._C._cuda_getCurrentRawStream(index)
     found = arena.by_stream.get(stream)
     return arena.of_stream(stream) if found is None else found

@@ -1,0 +1,82 @@
+"""What a launch is given, with a kernel that only writes down its arguments: no GPU and no compiler is needed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import attn3
+from attn3.backends.hopper import compile, environment, launch
+from attn3.problem import Problem
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """(features, arguments) of each launch; there are 8 processors, and one device that torch calls None."""
+    made = []
+    monkeypatch.setattr(compile, "kernel", lambda features: lambda *arguments: made.append((features, arguments)))
+    monkeypatch.setattr(environment, "processors", lambda index: 8)
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch, "_counters", lambda index: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    return made
+
+
+def tensors(dim_v=64):
+    return torch.ones(2, 96, 4, 64).half(), torch.ones(2, 80, 2, 64).half(), torch.ones(2, 80, 2, dim_v).half()
+
+
+def test_values_belong_to_the_call(launches):
+    q, k, v = tensors()
+    for mask, scale in ((attn3.Window(5, 3), 0.5), (attn3.Full(), 0.25), (attn3.Window(5, 3), 0.5)):
+        out, lse = launch.forward(Problem.of(q, k, v, mask=mask, scale=scale, return_lse=False))
+        assert out.shape == q.shape and lse is None
+    values = [arguments[11:] for _, arguments in launches]
+    assert values[0] == values[2] and len(launch._plans) == 2
+    assert values[0][:4] == (pytest.approx(0.5 * launch.LOG2_E), 0.0, 5, 3)
+    assert values[1][:4] == (pytest.approx(0.25 * launch.LOG2_E), 0.0, 0, 0)
+    assert all(section >= 1 and ctas == 8 for *_, section, ctas in values)
+    assert launches[0][1][2] is v
+
+
+def test_wide_values_are_computed_in_parts(launches):
+    q, k, v = tensors(dim_v=384)
+    sinks = torch.ones(4, dtype=torch.bfloat16)
+    out, lse = launch.forward(Problem.of(q, k, v, sinks=sinks))
+    (wide, first), (narrow, second) = launches
+    assert (wide.head_dim_v, narrow.head_dim_v) == (256, 128)
+    assert first[2].shape[-1] == first[3].shape[-1] == 256 and second[2].shape[-1] == second[3].shape[-1] == 128
+    assert second[2].data_ptr() == v[..., 256:].data_ptr() and second[3].data_ptr() == out[..., 256:].data_ptr()
+    assert first[4] is second[4] is lse and lse.shape == (2, 4, 96)
+    assert first[10].dtype == torch.float32
+
+
+@pytest.fixture
+def arena(monkeypatch):
+    """The counters of device 0, with three pairs, and a stream to set."""
+    arena = object.__new__(launch._Arena)
+    arena.index, arena.by_stream, arena.lock = 0, {}, threading.Lock()
+    arena.free = [torch.zeros(2, dtype=torch.int32) for _ in range(3)]
+    monkeypatch.setattr(launch, "_arenas", {0: arena})
+    return arena
+
+
+def counters(monkeypatch, stream: int, capturing: bool) -> torch.Tensor:
+    def is_capturing():
+        assert stream != 0, "the default stream cannot be captured"
+        return capturing
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    return launch._counters(0)
+
+
+def test_a_stream_keeps_its_counters_and_a_captured_launch_its_own(arena, monkeypatch):
+    default, side = counters(monkeypatch, 0, False), counters(monkeypatch, 7, False)
+    assert default is not side
+    assert counters(monkeypatch, 0, False) is default and counters(monkeypatch, 7, False) is side
+    captured = counters(monkeypatch, 7, True)
+    assert captured is not side and captured is not default
+    assert not arena.free and set(arena.by_stream) == {0, 7}
