@@ -71,6 +71,19 @@ def compile_and_read(features: Features | BackwardFeatures) -> sass.Sass:
         return sass.read(cubin)
 
 
+def products_once(features: Features) -> int:
+    """The WGMMA instructions of a kernel that holds each of its loops once.
+
+    The warps of a warpgroup leave the frozen loop at different blocks to re-base their rows, and have to meet again in the same
+    instructions. A loop that was unrolled, peeled or rotated for one of its entries would part them.
+    """
+    row = config.choose(features)
+    qk, pv = row.head_dim // 16, row.tile.block_keys // 16
+    loops = 4 + features.left  # frozen and online, each without and with a mask; online until every row has met a key
+    half = features.right and row.tile.block_keys == 128  # one more block half as wide, and its own PV
+    return loops * (qk + pv) + 2 * qk + pv + half * (qk + pv + pv // 2)
+
+
 @pytest.fixture(scope="module")
 def compiled() -> dict[Features | BackwardFeatures, sass.Sass]:
     every = [*tuned_features(), *tuned_backward_features()]
@@ -84,6 +97,7 @@ def compiled() -> dict[Features | BackwardFeatures, sass.Sass]:
 def test_machine_code(compiled: dict[Features, sass.Sass], features: Features) -> None:
     code = compiled[features]
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
+    assert code.products == products_once(features), "a loop is there twice, or not at all"
     assert code.products > 2 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
     assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
     assert code.instructions < 9000

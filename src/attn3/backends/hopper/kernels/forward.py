@@ -3,7 +3,7 @@
 One CTA an SM, for the whole call. Warpgroup 0 loads (one warp issues TMA); consumer warpgroups own 64 query rows each, share
 the stream of K and V blocks, and are otherwise independent: each has its own Q slot, barriers and epilogue, so that one
 warpgroup's epilogue runs under another one's products. In a consumer, QK of the next block is issued before PV of this one,
-and the softmax of the next block runs while PV does.
+and the softmax of the next block runs while PV does. Across tiles, too: the next tile's first QK runs while this one is stored.
 
 Keys, mask, score and schedule are slots: their presence is decided while compiling (``Features``), their values arrive at
 launch. Tile sizes come from ``config``.
@@ -51,7 +51,7 @@ class Operands(NamedTuple):
     """A consumer's views for one width of block: S = rQ rK, O += rP rV."""
 
     mma_qk: Any
-    rQ: Any
+    rQ: Any  # registers, or the Q slots of all warpgroups: see q_of
     rK: Any
     P: Any  # 16-bit, accumulator order
     rP: Any  # the same registers as the A operand
@@ -60,6 +60,41 @@ class Operands(NamedTuple):
 class Rings(NamedTuple):
     k: Any
     v: Any
+
+
+class QSlot(NamedTuple):
+    """A consumer's Q: its barriers, and the copy to registers where there is one."""
+
+    full: Any
+    empty: Any
+    copy: Any
+    source: Any
+    target: Any
+
+
+class Output(NamedTuple):
+    """Where O goes. The staging buffer, its TMA and its copy: None where O leaves from registers."""
+
+    mO: Any
+    tma: Any
+    gO: Any
+    sO: Any
+    copy: Any
+    target: Any
+
+
+class Consumer(NamedTuple):
+    """What a consumer works with in every block."""
+
+    w: Any  # which consumer warpgroup
+    rows: softmax.Rows
+    O: Any
+    mma_pv: Any
+    rP: Any  # P of a block at full width, as an operand
+    rV: Any
+    rings: Rings
+    c: Any
+    inner: Any
 
 
 class ForwardKernel:
@@ -158,6 +193,7 @@ class ForwardKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WG)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
+        shape = (m_blocks, heads_x_batch, section, heads, seqlen_q, seqlen_k, used_q, used_k)
 
         smem = cutlass.memory.SmemAllocator()
         q_full, q_empty = smem.allocate_array(Int64, self.wgs), smem.allocate_array(Int64, self.wgs)
@@ -214,7 +250,7 @@ class ForwardKernel:
                 ks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages_k)
                 vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages_v)
                 while t < n_tiles:
-                    work = self.work(t, ticket, m_blocks, heads_x_batch, section, heads, seqlen_q, seqlen_k, used_q, used_k)
+                    work = self.work(t, ticket, *shape)
                     blocks = self.blocks(work, work.m * self.bm, self.bm, bounds)
                     kv_head = work.head // group
                     tQs, tQg = self.q_tiles(tma_q, sQ, gQ, work, work.m * self.bm)
@@ -268,9 +304,10 @@ class ForwardKernel:
             if const_expr(self.tile.q_in_registers):
                 rQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((ROWS, self.d)), self.dtype)
                 ldsm = cute.make_tiled_copy_A(cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
-                q_src, q_dst = ldsm.get_slice(ctid).partition_S(sQ[None, None, w]), ldsm.retile(rQ)
+                q_slot = QSlot(q_full + w, q_empty + w, ldsm, ldsm.get_slice(ctid).partition_S(sQ[None, None, w]), ldsm.retile(rQ))
             else:
-                rQ = mma_qk.make_fragment_A(qk0.partition_A(sQ))[None, None, None, w]
+                rQ = mma_qk.make_fragment_A(qk0.partition_A(sQ))
+                q_slot = QSlot(q_full + w, q_empty + w, None, None, None)
             rV = mma_pv.make_fragment_B(pv0.partition_B(sV))
             O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.dv)), Float32)
             P = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, self.bn)), self.dtype)
@@ -282,11 +319,13 @@ class ForwardKernel:
                 narrow = Operands(mma_half, rQ, rK_h, P_h, as_a_operand(P_h))
             rows, O_mn = softmax.make_rows(), rows_view(O)
             cS = rows_view(mma_qk.get_slice(ctid).partition_C(cute.make_identity_tensor((ROWS, self.bn))))
-            thread_row, thread_column = w * ROWS + cS[0, 0][0], cS[0, 0][1]
+            place = (w * ROWS, w * ROWS + cS[0, 0][0], cS[0, 0][1])
+            out = Output(mO, None, None, None, None, None)
             if const_expr(self.tile.stage_out):
                 r2s = cute.make_tiled_copy_C(sm90.get_smem_store_op(ROW, self.dtype, Float32), mma_pv)
-                o_dst = r2s.get_slice(ctid).partition_D(sO[None, None, w])
+                out = Output(mO, tma_o, gO, sO, r2s, r2s.get_slice(ctid).partition_D(sO[None, None, w]))
             rings = Rings(pipe_k, pipe_v)
+            me = Consumer(w, rows, O, mma_pv, whole.rP, rV, rings, c, inner)
             ks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_k)
             vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_v)
             exact, marked = Boolean(False), Int32(0)
@@ -297,13 +336,12 @@ class ForwardKernel:
                 self.receive(ring, ticket, t_full, t_empty, Int32(0))
                 t = ticket[0]
 
-            while t < n_tiles:
-                work = self.work(t, ticket, m_blocks, heads_x_batch, section, heads, seqlen_q, seqlen_k, used_q, used_k)
-                at = Place(work.m * self.bm + thread_row, thread_column, work.query_length, work.key_length, *bounds)
-                everyone = self.blocks(work, work.m * self.bm, self.bm, bounds)
-                blocks = everyone
-                if const_expr(self.left or self.right):  # this warpgroup's own blocks
-                    blocks = self.blocks(work, work.m * self.bm + w * ROWS, ROWS, bounds)
+            if t < n_tiles:
+                _work, next_at, next_everyone, next_blocks = self.assigned(t, ticket, shape, place, bounds)
+                ks, vs, S = self.first_products(it, next_everyone, next_blocks, whole, q_slot, me, ks, vs)
+                ks = self.first_softmax(S, next_at, next_blocks, whole, me, ks)
+            while t < n_tiles:  # P of the first block is there
+                work, at, everyone, blocks = self.assigned(t, ticket, shape, place, bounds)
                 end, half = blocks.end, Boolean(False)
                 if const_expr(self.half):  # does the last block show columns of its first half only?
                     last_row = cutlass.min(work.m * self.bm + w * ROWS + ROWS - 1, work.query_length - 1)
@@ -312,65 +350,26 @@ class ForwardKernel:
                     )
                     half = (end > blocks.seen) & (last_key - (end - 1) * self.bn <= self.bn // 2)
                     end = end - 1 if half else end
-                rows.max.fill(mask.NEG_INF)
-                rows.sum.fill(0.0)
                 O.fill(0.0)
-                if const_expr(self.left):  # blocks that only warpgroups above need
-                    ks, vs = self.skip(rings, ks, vs, everyone.begin, blocks.begin)
-                cute.arch.mbarrier_wait(q_full + w, it & 1)
-                if const_expr(self.tile.q_in_registers):  # fewer smem reads, and the Q slot is free at once
-                    cute.copy(ldsm, q_src, q_dst)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(q_empty + w)
-
-                # the first block has nothing to overlap with
-                S = cute.make_rmem_tensor_like(P, Float32)
-                pipe_k.consumer_wait(ks)
-                issue(mma_qk, S, rQ, whole.rK[None, None, None, ks.index], True)
-                warpgroup.wait_group(0)
-                pipe_k.consumer_release(ks)
-                ks.advance()
-                self.scores(rows_view(S), inner)
-                if (blocks.begin < blocks.full_begin) | (blocks.begin >= blocks.full_end):
-                    mask.apply(rows_view(S), at, blocks.begin * self.bn)
-                softmax.online(rows_view(S), c, rows, self.start)
-                pack(S, P)
                 begin = Int32(blocks.begin + 1)
                 if const_expr(self.left):  # until every row has met a key that it sees
                     if blocks.begin * self.bn < at.key_length - at.query_length - left:
                         pipe_v.consumer_wait(vs)
                         self.scrub_v(sV, vs.index, blocks.begin, at, w)
-                    for n in cutlass.range(begin, blocks.seen, unroll=1):
-                        self.step(n, True, True, whole, whole.rP, mma_pv, O, rV, rows, rings, ks, vs, at, c, inner, w)
-                        ks.advance()
-                        vs.advance()
+                    ks, vs = self.online_blocks(begin, blocks.seen, True, whole, me, ks, vs, at)
                     begin = blocks.seen
                 softmax.freeze(rows, c, self.start)
                 full_end = cutlass.min(cutlass.max(blocks.full_end, begin), end)
 
                 if not exact:
-                    for n in cutlass.range(begin, full_end, unroll=1):
-                        self.step(n, False, False, whole, whole.rP, mma_pv, O, rV, rows, rings, ks, vs, at, c, inner, w)
-                        ks.advance()
-                        vs.advance()
-                    for n in cutlass.range(full_end, end, unroll=1):
-                        self.step(n, True, False, whole, whole.rP, mma_pv, O, rV, rows, rings, ks, vs, at, c, inner, w)
-                        ks.advance()
-                        vs.advance()
+                    ks, vs = self.frozen_blocks(begin, full_end, False, whole, me, ks, vs, at)
+                    ks, vs = self.frozen_blocks(full_end, end, True, whole, me, ks, vs, at)
                     if const_expr(self.half):
                         if half:
-                            self.step(end, True, False, narrow, whole.rP, mma_pv, O, rV, rows, rings, ks, vs, at, c, inner, w)
-                            ks.advance()
-                            vs.advance()
+                            ks, vs = self.frozen_blocks(end, end + 1, True, narrow, me, ks, vs, at)
                 else:
-                    for n in cutlass.range(begin, full_end, unroll=1):
-                        self.step(n, False, True, whole, whole.rP, mma_pv, O, rV, rows, rings, ks, vs, at, c, inner, w)
-                        ks.advance()
-                        vs.advance()
-                    for n in cutlass.range(full_end, blocks.end, unroll=1):  # the last block at full width, here
-                        self.step(n, True, True, whole, whole.rP, mma_pv, O, rV, rows, rings, ks, vs, at, c, inner, w)
-                        ks.advance()
-                        vs.advance()
+                    ks, vs = self.online_blocks(begin, full_end, False, whole, me, ks, vs, at)
+                    ks, vs = self.online_blocks(full_end, blocks.end, True, whole, me, ks, vs, at)  # the last block at full width
                     softmax.freeze(rows, c, self.start)
                 if const_expr(not self.tile.q_in_registers):  # Q was read for the last time
                     with cute.arch.elect_one():
@@ -430,16 +429,6 @@ class ForwardKernel:
                                 marks[i, marked * self.wgs + w] = ticket[i]
                         marked += 1
                         exact = marked == self.redos  # no room for another one: from here on the slow way at once
-                if const_expr(self.tile.stage_out):
-                    if const_expr(self.packed):  # TMA would write into the next sequence
-                        if work.m * self.bm + (w + 1) * ROWS <= work.rows:
-                            self.store_staged(tma_o, sO, gO, r2s, o_dst, rO, work, w, warp)
-                        else:
-                            self.store_direct(mO, rO, work, at.row)
-                    else:
-                        self.store_staged(tma_o, sO, gO, r2s, o_dst, rO, work, w, warp)
-                else:
-                    self.store_direct(mO, rO, work, at.row)
                 if const_expr(self.left or self.right):  # hand back the blocks that only other warpgroups need
                     ks, vs = self.skip(rings, ks, vs, blocks.end, everyone.end)
                 # after that, not before: the producer publishes only when its last V load found a free stage
@@ -453,6 +442,13 @@ class ForwardKernel:
                 it += 1
                 t, redo = self.next_marked(t, redo, marks, ticket, n_tiles)
                 exact = exact | (redo > 0)
+                if t < n_tiles:  # this tile leaves under the next one's first product
+                    _work, next_at, next_everyone, next_blocks = self.assigned(t, ticket, shape, place, bounds)
+                    ks, vs, S = self.first_products(it, next_everyone, next_blocks, whole, q_slot, me, ks, vs)
+                    self.store(out, rO, work, at.row, w, warp)
+                    ks = self.first_softmax(S, next_at, next_blocks, whole, me, ks)
+                else:
+                    self.store(out, rO, work, at.row, w, warp)
             if warp % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -503,6 +499,22 @@ class ForwardKernel:
         if const_expr(used_k is not None):
             key_length = cute.arch.make_warp_uniform(schedule.within(used_k[batch], seqlen_k))
         return Work(m, head, batch, Int32(0), seqlen_q, query_length, Int32(0), key_length)
+
+    @cute.jit
+    def assigned(self, t, ticket, shape, place, bounds):
+        """Tile t as a consumer sees it: (work, this thread's place in it, the tile's blocks, its own rows' blocks).
+
+        place: the warpgroup's first row in a tile, the thread's first row there, the thread's first column in a block.
+        """
+        work = self.work(t, ticket, *shape)
+        first_row, thread_row, thread_column = place
+        row = work.m * self.bm
+        at = Place(row + thread_row, thread_column, work.query_length, work.key_length, *bounds)
+        everyone = self.blocks(work, row, self.bm, bounds)
+        own = everyone
+        if const_expr(self.left or self.right):
+            own = self.blocks(work, row + first_row, ROWS, bounds)
+        return work, at, everyone, own
 
     @cute.jit
     def blocks(self, work: Work, first_row, rows: cutlass.Constexpr, bounds):
@@ -577,20 +589,33 @@ class ForwardKernel:
 
     # ------------------------------------------------------------------------------------------------------------ output
     @cute.jit
-    def store_staged(self, tma_o, sO, gO, r2s, o_dst, rO, work: Work, w, warp):
+    def store(self, out: Output, rO, work: Work, row, w, warp):
+        """The warpgroup's rows of O. row: the thread's first."""
+        if const_expr(not self.tile.stage_out):
+            self.store_direct(out.mO, rO, work, row)
+        elif const_expr(self.packed):
+            if work.m * self.bm + (w + 1) * ROWS <= work.rows:
+                self.store_staged(out, rO, work, w, warp)
+            else:  # TMA would write into the next sequence
+                self.store_direct(out.mO, rO, work, row)
+        else:
+            self.store_staged(out, rO, work, w, warp)
+
+    @cute.jit
+    def store_staged(self, out: Output, rO, work: Work, w, warp):
         """registers -> shared -> TMA, 64 rows of this warpgroup; TMA clips what lies outside the tensor"""
         row = work.m * self.bm + w * ROWS
         if const_expr(self.packed):
-            g = cute.domain_offset((work.first_row + row, 0), gO[None, None, work.head])
+            g = cute.domain_offset((work.first_row + row, 0), out.gO[None, None, work.head])
         else:
-            g = cute.domain_offset((row, 0), gO[None, None, work.head, work.batch])
+            g = cute.domain_offset((row, 0), out.gO[None, None, work.head, work.batch])
         g = cute.local_tile(g, (ROWS, self.dv), (0, 0))
-        tOs, tOg = cpasync.tma_partition(tma_o, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(g, 0, 2))
-        cute.copy(r2s, r2s.retile(rO), o_dst)
+        tOs, tOg = cpasync.tma_partition(out.tma, 0, cute.make_layout(1), cute.group_modes(out.sO, 0, 2), cute.group_modes(g, 0, 2))
+        cute.copy(out.copy, out.copy.retile(rO), out.target)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BAR_WG + w, number_of_threads=WG)
         if warp % 4 == 0:
-            cute.copy(tma_o, tOs[None, w], tOg)
+            cute.copy(out.tma, tOs[None, w], tOg)
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -600,41 +625,114 @@ class ForwardKernel:
         else:
             store_rows(mO[None, None, work.head, work.batch], rO, row, work.rows, self.head_dim_v)
 
-    # ------------------------------------------------------------------------------------------------------- one KV block
+    # ---------------------------------------------------------------------------------------------------------- KV blocks
     @cute.jit
-    def step(
-        self, n, masked: cutlass.Constexpr, online: cutlass.Constexpr, ops: Operands, rP, mma_pv, O, rV, rows, rings: Rings, ks,
-        vs, at: Place, c, inner, w,
-    ):  # fmt: skip
-        """QK of block n overlapped with PV of block n-1, whose P is in registers (rP, as an operand)"""
-        S = cute.make_rmem_tensor_like(ops.P, Float32)  # local: a loop-carried accumulator serialises wgmma
+    def first_products(self, it, everyone, blocks, ops: Operands, q_slot: QSlot, me: Consumer, ks, vs):
+        """Issue QK of a tile's first block. It runs on return, with the last tile's O still to be stored."""
+        if const_expr(self.left):  # blocks that only warpgroups above need
+            ks, vs = self.skip(me.rings, ks, vs, everyone.begin, blocks.begin)
+        cute.arch.mbarrier_wait(q_slot.full, it & 1)
+        if const_expr(self.tile.q_in_registers):  # fewer smem reads, and the Q slot is free at once
+            cute.copy(q_slot.copy, q_slot.source, q_slot.target)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(q_slot.empty)
+        S = cute.make_rmem_tensor_like(ops.P, Float32)
+        me.rings.k.consumer_wait(ks)
+        issue(ops.mma_qk, S, self.q_of(ops, me.w, blocks.begin), ops.rK[None, None, None, ks.index], True)
+        return ks, vs, S
+
+    @cute.jit
+    def first_softmax(self, S, at: Place, blocks, ops: Operands, me: Consumer, ks):
+        """P of the first block, relative to its rows' maxima."""
+        me.rows.max.fill(mask.NEG_INF)
+        me.rows.sum.fill(0.0)
+        warpgroup.wait_group(0)
+        me.rings.k.consumer_release(ks)
+        ks.advance()
+        S_mn = rows_view(S)
+        self.scores(S_mn, me.inner)
+        if (blocks.begin < blocks.full_begin) | (blocks.begin >= blocks.full_end):
+            mask.apply(S_mn, at, blocks.begin * self.bn)
+        softmax.online(S_mn, me.c, me.rows, self.start)
+        pack(S, ops.P)
+        return ks
+
+    @cute.jit
+    def frozen_blocks(self, begin, end, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place):
+        """Blocks begin … end - 1 relative to the frozen reference.
+
+        A warp whose vote says so leaves the inner loop, re-bases, and comes back to it. Inside the loop the re-base would be laid
+        out between the block's other instructions, and every block would jump over it.
+        """
+        S = cute.make_rmem_tensor_like(ops.P, Float32)
+        end = cute.arch.make_warp_uniform(end)  # opaque, or the compiler works the bound out again in every block
+        n = Int32(begin)
+        while n < end:
+            grown = Boolean(False)
+            while (n < end) & (not grown):
+                grown = self.frozen_step(n, masked, S, ops, me, ks, vs, at)
+                ks.advance()
+                vs.advance()
+                n += 1
+            if grown:
+                softmax.rebase(S, ops.P, me.O, me.rows, self.start)
+        return ks, vs
+
+    @cute.jit
+    def frozen_step(self, n, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
+        """One block. True: the warp's rows must be re-based, with this S, before P is used."""
+        self.products(n, masked, S, ops, me, ks, vs, at)
+        sums, peaks = softmax.frozen(rows_view(S), me.c, me.rows)
+        warpgroup.wait_group(0)  # PV done: O may be re-based and P overwritten
+        me.rings.v.consumer_release(vs)
+        pack(S, ops.P)
+        return softmax.add_and_vote(me.rows, sums, peaks, self.start)
+
+    @cute.jit
+    def online_blocks(self, begin, end, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place):
+        """Blocks begin … end - 1 with a running maximum."""
+        for n in cutlass.range(begin, end, unroll=1):
+            S = cute.make_rmem_tensor_like(ops.P, Float32)
+            self.products(n, masked, S, ops, me, ks, vs, at)
+            softmax.online(rows_view(S), me.c, me.rows, self.start)
+            warpgroup.wait_group(0)  # PV done: O may be rescaled and P overwritten
+            me.rings.v.consumer_release(vs)
+            O_mn = rows_view(me.O)
+            for r in cutlass.range_constexpr(2):
+                O_mn[r, None].store(O_mn[r, None].load() * me.rows.scale[r])
+            pack(S, ops.P)
+            ks.advance()
+            vs.advance()
+        return ks, vs
+
+    @cute.jit
+    def products(self, n, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
+        """S = QK of block n. PV of block n - 1, whose P is in registers, was issued behind it and still runs on return."""
         if const_expr(self.turns):
-            cute.arch.barrier(barrier_id=BAR_TURN + w, number_of_threads=2 * WG)
-        rings.k.consumer_wait(ks)
-        issue(ops.mma_qk, S, ops.rQ, ops.rK[None, None, None, ks.index], True)
-        rings.v.consumer_wait(vs)
-        issue(mma_pv, O, rP, rV[None, None, None, vs.index], False)
+            cute.arch.barrier(barrier_id=BAR_TURN + me.w, number_of_threads=2 * WG)
+        me.rings.k.consumer_wait(ks)
+        issue(ops.mma_qk, S, self.q_of(ops, me.w, n), ops.rK[None, None, None, ks.index], True)
+        me.rings.v.consumer_wait(vs)
+        issue(me.mma_pv, me.O, me.rP, me.rV[None, None, None, vs.index], False)
         if const_expr(self.turns):
-            nxt = w + 1 if w < self.wgs - 1 else Int32(0)
+            nxt = me.w + 1 if me.w < self.wgs - 1 else Int32(0)
             cute.arch.barrier_arrive(barrier_id=BAR_TURN + nxt, number_of_threads=2 * WG)
-        warpgroup.wait_group(1)  # QK done, PV still running
-        rings.k.consumer_release(ks)
-        S_mn, O_mn = rows_view(S), rows_view(O)
-        self.scores(S_mn, inner)
+        warpgroup.wait_group(1)
+        me.rings.k.consumer_release(ks)
+        S_mn = rows_view(S)
+        self.scores(S_mn, me.inner)
         if const_expr(masked):
             mask.apply(S_mn, at, n * self.bn)
-        if const_expr(online):
-            softmax.online(S_mn, c, rows, self.start)
-        else:
-            sums, peaks = softmax.frozen(S_mn, c, rows)
-        warpgroup.wait_group(0)  # PV done: O may be rescaled and P overwritten
-        rings.v.consumer_release(vs)
-        if const_expr(online):
-            for r in cutlass.range_constexpr(2):
-                O_mn[r, None].store(O_mn[r, None].load() * rows.scale[r])
-            pack(S, ops.P)
-        else:
-            softmax.settle(S, ops.P, O_mn, rows, sums, peaks, self.start)
+
+    @cute.jit
+    def q_of(self, ops: Operands, w, n):
+        """Q as an operand of block n. In shared memory it is addressed by descriptors, the same in every block. ptxas must not see
+        that: it then puts each one together anew, with more uniform instructions than by counting up from the first (253 in place
+        of 225 instructions a block at head_dim 256). n >> 30 is always 0.
+        """
+        if const_expr(self.tile.q_in_registers):
+            return ops.rQ
+        return ops.rQ[None, None, None, w + (Int32(n) >> 30)]
 
     @cute.jit
     def scores(self, S_mn, inner):

@@ -76,30 +76,32 @@ def frozen(S_mn, c, rows: Rows):
 
 
 @cute.jit
-def settle(S, P, O_mn, rows: Rows, sums, peaks, start: cutlass.Constexpr):
-    """P <- S in 16 bits; add the block's sums. If a row's peak is above all that it had before by GROWTH, re-base the warp's
-    rows first: a row whose sum is large already does not care, up to SETTLED. O must be at rest.
+def add_and_vote(rows: Rows, sums, peaks, start: cutlass.Constexpr):
+    """Add the block's sums. Must the warp re-base its rows? Yes if a row's peak is above all that it had before by GROWTH: a row
+    whose sum is large already does not care, up to SETTLED.
     """
-    S_mn = rows_view(S)
-    pack(S, P)
-    new = cute.make_rmem_tensor(2, Float32)
-    for r in cutlass.range_constexpr(2):
-        new[r] = sums[r]
     before = [cute.arch.fmin(rows.sum[r], Float32(SETTLED * 2.0**start)) for r in range(2)]
-    if cute.arch.vote_any_sync(cute.arch.fmax(peaks[0] - before[0], peaks[1] - before[1]) > GROWTH * 2.0**start):
-        for r in cutlass.range_constexpr(2):
-            top = S_mn[r, None].load().reduce(cute.ReductionOp.MAX, Float32(2.0**start), 0)
-            top = cute.arch.warp_reduction_max(top, threads_in_group=4)
-            raised = rows.ref[r] + (cute.math.log2(top, fastmath=True) - float(start))
-            factor = cute.math.exp2(rows.ref[r] - raised, fastmath=True)
-            rows.ref[r] = raised
-            rows.sum[r] = rows.sum[r] * factor
-            new[r] = new[r] * factor
-            S_mn[r, None].store(S_mn[r, None].load() * factor)
-            O_mn[r, None].store(O_mn[r, None].load() * factor)
-        pack(S, P)
     for r in cutlass.range_constexpr(2):
-        rows.sum[r] = rows.sum[r] + new[r]
+        rows.sum[r] = rows.sum[r] + sums[r]
+    return cute.arch.vote_any_sync(cute.arch.fmax(peaks[0] - before[0], peaks[1] - before[1]) > GROWTH * 2.0**start)
+
+
+@cute.jit
+def rebase(S, P, O, rows: Rows, start: cutlass.Constexpr):
+    """The largest of a row's P in this block becomes 2^start, if it is above. S: P before rounding, its sums are in already; O must
+    be at rest.
+    """
+    S_mn, O_mn = rows_view(S), rows_view(O)
+    for r in cutlass.range_constexpr(2):
+        top = S_mn[r, None].load().reduce(cute.ReductionOp.MAX, Float32(2.0**start), 0)
+        top = cute.arch.warp_reduction_max(top, threads_in_group=4)
+        raised = rows.ref[r] + (cute.math.log2(top, fastmath=True) - float(start))
+        factor = cute.math.exp2(rows.ref[r] - raised, fastmath=True)
+        rows.ref[r] = raised
+        rows.sum[r] = rows.sum[r] * factor
+        S_mn[r, None].store(S_mn[r, None].load() * factor)
+        O_mn[r, None].store(O_mn[r, None].load() * factor)
+    pack(S, P)
 
 
 @cute.jit
