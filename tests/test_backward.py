@@ -47,7 +47,7 @@ def cotangents(case: Case, problem: Problem) -> tuple[Tensor, Tensor]:
     dout = torch.randn(p.out_shape(), generator=generator).to(p.q.dtype)
     dlse = torch.randn(p.lse_shape(), generator=generator)
     if case.poison is not None:
-        unused = p.q.isnan().any(-1) | p.q.isinf().any(-1)
+        unused = (p.q.isnan().any(-1) | p.q.isinf().any(-1)).cpu()
         dout[unused] = float(case.poison)
         dlse.masked_fill_(unused.transpose(-1, -2), float(case.poison))
     return dout, dlse

@@ -167,10 +167,20 @@ def _differentiably(problem: Problem, backend: str | None) -> tuple[Tensor, Tens
 
 def _differentiable(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     p, (left, right) = problem, problem.window
+    tensors = (p.q, p.k, p.v, p.sinks, p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k)
+    if torch.compiler.is_compiling():
+        tensors = _distinct(tensors)
     return _Attention.apply(
-        p.q, p.k, p.v, p.sinks, p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k, p.scale, left, right, p.softcap,
-        p.max_seqlen_q, p.max_seqlen_k, p.deterministic, backend,
+        *tensors, p.scale, left, right, p.softcap, p.max_seqlen_q, p.max_seqlen_k, p.deterministic, backend
     )  # fmt: skip
+
+
+def _distinct(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """No tensor twice: torch.compile refuses that of an autograd.Function, and packed calls often share their offsets."""
+    found: list[Tensor | None] = []
+    for t in tensors:
+        found.append(t.view_as(t) if t is not None and any(t is other for other in found) else t)
+    return found
 
 
 def _through_dispatcher(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 NEEDED = (9, 0)
 
 
+@torch.compiler.assume_constant_result  # a compiled graph need not look again
 @cache
 def software_reasons() -> tuple[str, ...]:
     """Why kernels cannot be compiled or loaded here; empty when they can."""
@@ -64,6 +65,7 @@ def _driver_cuda_major() -> int | None:
     return None if failed else version.value // 1000
 
 
+@torch.compiler.assume_constant_result
 @cache
 def device_reasons(index: int) -> tuple[str, ...]:
     """Why this backend cannot run on CUDA device ``index``; empty when it can."""
