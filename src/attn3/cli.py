@@ -272,15 +272,30 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the picture and the numbers.")] = Path("demo-output"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 on a CPU and bfloat16 on a GPU if left out.")] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
+    new_tokens: Annotated[int | None, typer.Option(min=1, help="Length of the answer; 64 if left out.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The question.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Fine-tune with attn3 and with SDPA instead; compare the losses.")] = False,
+    steps: Annotated[int | None, typer.Option(min=2, help="--train: updates; 10 on a CPU, 48 on a GPU.")] = None,
+    context: Annotated[int | None, typer.Option(min=2, help="--train: tokens of a step; 128 on a CPU, 8192 on a GPU.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(min=0.0, help="--train: AdamW's; 5e-5 if left out.")] = None,
 ) -> None:
     """A language model answers with attn3 as its attention, checked and measured against eager attention."""
     from attn3 import demo as show
 
+    answering = {"--tokens": tokens, "--new-tokens": new_tokens, "--prompt": prompt}
+    training = {"--steps": steps, "--context": context, "--learning-rate": learning_rate}
+    for option, value in (answering if train else training).items():
+        if value is not None:
+            raise typer.BadParameter(f"{option} has no meaning {'with' if train else 'without'} --train")
     try:
-        code = show.run(model, tokens, output, device, dtype, new_tokens, prompt or show.PROMPT)
-    except show.DemoError as error:
+        if train:
+            from attn3 import train_demo
+
+            rate = 5e-5 if learning_rate is None else learning_rate
+            code = train_demo.run(model, steps, context, rate, output, device, dtype)
+        else:
+            code = show.run(model, tokens, output, device, dtype, new_tokens or 64, prompt or show.PROMPT)
+    except (show.DemoError, AttentionError, Unsupported) as error:
         _fail(str(error))
     raise typer.Exit(code)
 

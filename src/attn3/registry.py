@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor
 
 from attn3 import settings
+from attn3.backends.cpu import CpuBackend
+from attn3.backends.hopper import HopperBackend
+from attn3.backends.sdpa import SdpaBackend
 from attn3.errors import AttentionError, Unsupported
 
 if TYPE_CHECKING:
@@ -51,17 +54,11 @@ class Differentiable(Backend, Protocol):
 
 def backends() -> dict[str, Backend]:
     """All backends by name, in the order in which they are tried."""
-    if not _BACKENDS:
-        from attn3.backends.cpu import CpuBackend
-        from attn3.backends.hopper import HopperBackend
-        from attn3.backends.sdpa import SdpaBackend
-
-        for backend in (HopperBackend(), CpuBackend(), SdpaBackend()):
-            _BACKENDS[backend.name] = backend
     return _BACKENDS
 
 
-_BACKENDS: dict[str, Backend] = {}
+# made at import: filled by the first call, it would be a guard of torch.compile, and the second call would compile again
+_BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (HopperBackend(), CpuBackend(), SdpaBackend())}
 
 
 def _order(problem: Problem) -> tuple[str, ...]:
