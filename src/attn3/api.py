@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from attn3 import ops
 from attn3.errors import AttentionError
+from attn3.fp8 import FP8, QuantizedTensor, scales_of
 from attn3.masks import Mask
 from attn3.problem import Problem
 from attn3.scores import Score
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedTensor,
+    k: Tensor | QuantizedTensor,
+    v: Tensor | QuantizedTensor,
     *,
     mask: Mask | None = None,
     score: Score | None = None,
@@ -23,6 +26,7 @@ def attention(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
+    precision: FP8 | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * q k^T) v``, over a dense batch.
@@ -38,27 +42,29 @@ def attention(
         seqused_q, seqused_k: (batch,) int32, how many rows (keys) of each sequence are in use. What lies behind is never read
             into a result; output rows there are 0 and their lse is -inf.
         return_lse: also return the log-sum-exp.
+        precision: ``FP8(…)`` quantises q, k and v and computes in FP8; None is the inputs' own. Instead of tensors, the quantised
+            ones that ``quantize`` returned may be passed: ``attention(*quantize(q, k, v))``.
         backend: "hopper", "cpu" or "sdpa"; None takes the first that can run the call.
 
     Returns:
-        out (batch, query_length, heads, head_dim_v) in q's dtype, contiguous; with ``return_lse`` also lse (batch, heads,
-        query_length) float32, the natural logarithm of the softmax's denominator, sink included. A row that sees no key gives
-        out exactly 0 and lse exactly -inf (lse = sink with a sink).
+        out (batch, query_length, heads, head_dim_v) in q's dtype (that of what was quantised), contiguous; with ``return_lse``
+        also lse (batch, heads, query_length) float32, the natural logarithm of the softmax's denominator, sink included. A row
+        that sees no key gives out exactly 0 and lse exactly -inf (lse = sink with a sink).
 
     Raises:
         AttentionError: the arguments do not fit together (a ValueError).
         Unsupported: no backend, or not the named one, can run the call (a NotImplementedError); lists every reason.
     """
-    problem = Problem.of(q, k, v, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k,
-                         return_lse=return_lse)  # fmt: skip
+    problem = _problem(q, k, v, precision, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q,
+                       seqused_k=seqused_k, return_lse=return_lse)  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
 
 
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedTensor,
+    k: Tensor | QuantizedTensor,
+    v: Tensor | QuantizedTensor,
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -71,6 +77,7 @@ def varlen_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    precision: FP8 | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over packed sequences of different lengths; sequence b attends to sequence b only.
@@ -91,10 +98,19 @@ def varlen_attention(
     """
     if cu_seqlens_q is None:
         raise AttentionError("cu_seqlens_q is None; pass the int32 offsets of the packed sequences, or call attention()")
-    problem = Problem.of(
-        q, k, v, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    problem = _problem(
+        q, k, v, precision, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         return_lse=return_lse,
     )  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
+
+
+def _problem(q: Any, k: Any, v: Any, precision: FP8 | None, **options: Any) -> Problem:
+    if precision is None and type(q) is not QuantizedTensor and type(k) is not QuantizedTensor and type(v) is not QuantizedTensor:
+        return Problem.of(q, k, v, **options)
+    if any(isinstance(t, QuantizedTensor) for t in (q, k, v)):
+        q, k, v, scales = scales_of(q, k, v, precision)
+        return Problem.of(q, k, v, fp8=scales, **options)
+    return ops.quantize(Problem.of(q, k, v, **options), precision)
