@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+# Where a transposed V keeps its keys: position in a group of 16 -> key. P in an accumulator's registers then is an 8-bit operand.
+KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 P_SHIFT = 8  # probabilities are held times 2^8: the largest is then 256, and what follows has most of e4m3's range below it
 Q_BLOCK = K_BLOCK = 128  # rows of one scale with scaling="block"; a multiple of a warpgroup's rows, a divisor of a tile's keys
 SMALLEST_SCALE = 1e-30  # of a group of zeros, which then are 0 / 1e-30
@@ -110,6 +112,7 @@ class Scales:
     blocks: bool  # scales of q and k for each Q_BLOCK and K_BLOCK rows
     mode: str
     out_dtype: torch.dtype
+    v_t: Tensor | None = None  # ``transposed`` V, where it has been made already
 
     def promoted(self, head_dim_v: int) -> bool:
         """Does every block's PV start from zero and get added to O in float32?
@@ -262,6 +265,27 @@ def per_row(p: Problem, values: Tensor, keys: bool, block: int = 0) -> Tensor:
         number = (start // block + sequence + (row - start).clamp(min=0) // block).clamp(max=values.shape[1] - 1)
         return values[:, number].T[..., None]
     return values[sequence] if values.dim() == 3 else values[sequence][..., None]
+
+
+def mean_dot_q(p: Problem) -> Tensor:
+    """What K's mean adds to the scores of each row, scale included: (batch, rows, heads, 1), packed (total, heads, 1)."""
+    s = p.fp8
+    q = p.q.float() * per_row(p, s.q, False, Q_BLOCK if s.blocks else 0)
+    mean = per_row(p, s.k_mean, False)
+    return (q.unflatten(-2, (mean.shape[-2], -1)) * mean[..., None, :]).sum(-1).flatten(-2)[..., None] * p.scale
+
+
+def transposed(p: Problem) -> Tensor:
+    """V of a dense problem as the Hopper kernel wants it: (batch, kv_heads, head_dim_v, keys rounded up to 16) bytes, in KEY_ORDER.
+
+    Zeros where there is no key, and for keys that no query sees: they may be NaN, and 0 * NaN is NaN.
+    """
+    ((_, some),) = _sequences(p, True)
+    v = p.v.view(torch.uint8)
+    if some is not None:
+        v = torch.where(some[..., None, None], v, torch.zeros((), dtype=torch.uint8, device=v.device))
+    v = torch.nn.functional.pad(v.permute(0, 2, 3, 1), (0, -v.shape[1] % 16))
+    return v.unflatten(-1, (-1, 16))[..., torch.tensor(KEY_ORDER, device=v.device)].flatten(-2).contiguous()
 
 
 def dequantized(p: Problem, dtype: torch.dtype = torch.float64) -> Problem:

@@ -1,9 +1,9 @@
 """FP8 attention in torch ops, with the arithmetic of the Hopper kernel: for studying its numerics, and for tests without a GPU.
 
-What the kernel does to numbers is done here: QK and PV in e4m3 with the tensor core's truncating accumulation, blocks of keys
-visited from the last to the first, probabilities held times 2^8 and rounded to e4m3 against the running maximum, each block's PV
-added in float32 (or chained where V's mean is out, see ``Scales.promoted``), means put back at the end. What may differ in the last
-bits: exp2, and which keys share a block (128 here, 96 to 192 there).
+What the kernel does to numbers is done here: QK and PV in e4m3 with the tensor core's truncating accumulation, probabilities held
+times 2^8 and rounded to e4m3 against the running maximum, each block's PV added in float32 (or chained where V's mean is out, see
+``Scales.promoted``), means put back at the end. What may differ in the last bits: exp2, and which keys share a block (128 here, 96
+to 192 there).
 
 The emulated accumulation costs some 8 ns for each product and processor core. ``ATTN3_FP8_FLOAT32=1`` adds in float32 instead,
 much faster; errors are then those of quantisation alone.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn3 import settings
 from attn3.backends.cpu import _LN_2, _LOG2_E, Rule, _finite, _fold, _pairs, _parts, _pieces, _Tile
-from attn3.fp8 import E4M3, K_BLOCK, P_SHIFT, Q_BLOCK, integer_p, per_row, tensor_core_product
+from attn3.fp8 import E4M3, K_BLOCK, P_SHIFT, Q_BLOCK, integer_p, mean_dot_q, per_row, tensor_core_product
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -40,8 +40,7 @@ def run(problem: Problem, out: Tensor, lse: Tensor) -> None:
     of_k = per_row(p, s.k, True, K_BLOCK if s.blocks else 0)
     of_v = per_row(p, s.v, False)
     mean = None if s.v_mean is None else per_row(p, s.v_mean, False)
-    # what K's mean adds to every score of a row
-    shift = None if s.k_mean is None else _dot(p.q.float() * of_q, per_row(p, s.k_mean, False)) * p.scale
+    shift = None if s.k_mean is None else mean_dot_q(p)
     with torch.autocast(p.q.device.type, enabled=False):
         for part in _parts(p):
             q, k, v = part.queries(p.q), part.keys(p.k), part.keys(p.v)
@@ -70,11 +69,6 @@ def _float32_product(a: Tensor, b: Tensor, acc: Tensor | None = None) -> Tensor:
     return torch.bmm(a, b) if acc is None else torch.baddbmm(acc, a, b)
 
 
-def _dot(q: Tensor, mean: Tensor) -> Tensor:
-    """(…, heads, dim) and (…, kv_heads, dim) -> (…, heads, 1)"""
-    return (q.unflatten(-2, (mean.shape[-2], -1)) * mean[..., None, :]).sum(-1).flatten(-2)[..., None]
-
-
 class _Fp8Tile(_Tile):
     """A tile whose ``reference`` is its rows' running maximum in base 2 (without K's mean, unless there is a softcap)."""
 
@@ -86,7 +80,7 @@ class _Fp8Tile(_Tile):
         self.fast, self.promoted, self.product = fast, promoted, product
 
     def visit_keys(self, k: Tensor, v: Tensor, k_scale: Tensor) -> None:
-        for begin, end, masked in reversed(list(self.blocks(_BLOCK_KEYS))):
+        for begin, end, masked in self.blocks(_BLOCK_KEYS):
             of = slice(begin, end)
             self._add_block(*(_pairs(t[:, of], torch.float32) for t in (k, v, k_scale)), begin, masked)
 

@@ -28,7 +28,11 @@ class HopperBackend:
             reasons.append(f"q is on {device}; CUDA tensors on a Hopper GPU are needed")
         else:
             reasons.extend(environment.device_reasons(device.index))
-        if problem.q.dtype not in DTYPES:
+        if problem.fp8 is not None:
+            from attn3.backends.hopper import launch_fp8
+
+            reasons.extend(launch_fp8.reasons(problem))
+        elif problem.q.dtype not in DTYPES:
             reasons.append(f"q has dtype {problem.q.dtype}; float16 or bfloat16 is needed")
         if problem.needs_grad:
             reasons.append("an input requires grad and the backward pass is not implemented yet; use torch.no_grad()")
@@ -39,20 +43,33 @@ class HopperBackend:
         q = problem.q
         return (
             q.is_cuda
-            and q.dtype in DTYPES
+            and (q.dtype in DTYPES if problem.fp8 is None else self._accepts_fp8(problem))
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
             and not problem.needs_grad
         )
 
+    def _accepts_fp8(self, problem: Problem) -> bool:
+        from attn3.backends.hopper import launch_fp8
+
+        return not launch_fp8.reasons(problem)
+
     def tile(self, problem: Problem) -> str:
         """The tile that a call gets, in words."""
+        if problem.fp8 is not None:
+            from attn3.backends.hopper import config_fp8, launch_fp8
+
+            return str(config_fp8.choose(launch_fp8.features_of(problem))[0])
         from attn3.backends.hopper.launch import features_of
 
         row = config.choose(features_of(problem))
         return f"{row.tile} for {row.label}; {row.provenance}"
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        if problem.fp8 is not None:
+            from attn3.backends.hopper import launch_fp8
+
+            return launch_fp8.forward(problem)
         from attn3.backends.hopper import launch
 
         return launch.forward(problem)
