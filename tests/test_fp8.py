@@ -104,8 +104,8 @@ def lengthy(kind: str, keys: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         v = torch.ones_like(v)
     elif kind == "one and noise":
         v = v + 1
-    else:  # stretches of equal values, different ones and of both signs
-        level = torch.tensor([3.0, -1.0, 2.0, 0.0, 1.0, 1.0, -2.0, 4.0]).repeat_interleave(keys // 8)
+    else:  # stretches of equal values whose differences from the mean do not cancel on the way up and down
+        level = torch.tensor([0.0] * 7 + [8.0]).repeat_interleave(keys // 8)
         v = level[None, :, None, None].expand(v.shape).to(v.dtype).contiguous()
     return q, k, v
 
@@ -127,15 +127,20 @@ def test_nothing_fades_over_long_contexts(kind, keys, dim, mode):
     assert lost(*lengthy(kind, keys, dim), FP8(mode)) < 3e-3
 
 
-@pytest.mark.parametrize(("keys", "dim"), LENGTHS[:2])
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_stretches_of_equal_values_do_not_fade(keys, dim, mode):
-    assert lost(*lengthy("stretches", keys, dim), FP8(mode)) < 3e-3
+@pytest.mark.parametrize(("keys", "dim"), LENGTHS[:4])
+@pytest.mark.parametrize("precision", [FP8(), FP8("fast"), FP8("fast", center_v=False)], ids=repr)
+def test_stretches_of_equal_values_do_not_fade(keys, dim, precision):
+    if dim == 256 and precision == FP8("fast"):  # documented: the mean is out as a whole only
+        assert lost(*lengthy("stretches", keys, dim), precision) > 0.02
+    else:
+        assert lost(*lengthy("stretches", keys, dim), precision) < 3e-3
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_a_mean_that_stays_inside_is_promoted(mode):
     assert lost(*lengthy("one and noise", 4096, 256), FP8(mode, center_v=False)) < 3e-3
+    fast = fp8.quantized_problem(Problem.of(*lengthy("one", 64, 256), return_lse=False), FP8("fast")).fp8
+    assert fast.promoted(128) and not fast.promoted(256)
 
 
 def test_without_promotion_and_centering_it_would_fade(monkeypatch):
@@ -246,7 +251,7 @@ def on_gpu(*tensors: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["one", "one and noise", "stretches"])
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_nothing_fades_on_hopper(kind, keys, dim, mode):
-    if kind == "stretches" and dim == 256:
+    if kind == "stretches" and dim == 256 and mode == "fast":
         pytest.skip("V's mean is out as a whole only; FP8(center_v=False) promotes, see the next test")
     q, k, v = on_gpu(*lengthy(kind, keys, dim))
     assert lost(q, k, v, FP8(mode), "hopper") < 3e-3

@@ -47,7 +47,7 @@ def tuned_features() -> list[Features]:
 def fp8_features() -> list[Fp8Features]:
     """Both modes of every tile, dense and causal, and the options that change the loops."""
     common = [
-        Fp8Features("bfloat16", d, d, fast=fast, promoted=d < 256, right=right, lse=not fast)
+        Fp8Features("bfloat16", d, d, fast=fast, promoted=d < 256 or not fast, right=right, lse=not fast)
         for d in (64, 128, 256)
         for fast in (False, True)
         for right in (False, True)
@@ -57,10 +57,11 @@ def fp8_features() -> list[Fp8Features]:
     windowed = replace(causal, left=True, sinks=True, shift=True)
     more = [
         *(replace(f, blocks=True) for f in common if not f.right),
-        *(replace(wide, mean=False, fast=fast, lse=not fast) for fast in (False, True)),  # promoted at 256: PV in parts
+        replace(wide, mean=False, fast=True, lse=False),  # promoted at 256: PV in parts
+        replace(wide, promoted=False),
         replace(windowed, negative_scale=True, seqused_q=True, seqused_k=True, channels=True),
         replace(windowed, head_dim=64, head_dim_v=64),
-        replace(windowed, head_dim=256, head_dim_v=256, promoted=False, seqused_k=True),
+        replace(windowed, head_dim=256, head_dim_v=256, seqused_k=True),
         replace(causal, head_dim=96, head_dim_v=80),
         replace(causal, head_dim=192, head_dim_v=128, mean=False),
     ]

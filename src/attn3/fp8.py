@@ -39,8 +39,9 @@ class FP8:
     """How to compute attention in FP8 (e4m3).
 
     Args:
-        mode: "exact" computes the probabilities with exp2 and rounds them once; "fast" makes their e4m3 bits by integer
-            arithmetic: faster, errors up to a fifth larger, and no log-sum-exp.
+        mode: "exact" computes the probabilities with exp2, rounds them once, and adds every block of keys in float32. "fast"
+            makes their e4m3 bits by integer arithmetic: faster, errors up to a fifth larger, no log-sum-exp; and with a head_dim_v
+            above 128 it relies on ``center_v`` instead of float32 additions, which V with long stretches of one sign defeats.
         scaling: what shares a scale. "head": all rows of a sequence's head. "block": 128 rows of q or k (v: the whole head), for
             inputs that cannot be rotated. "tensor": everything, as plain FP8 casts do.
         rotate: rotate q and k by the same random-sign Hadamard matrix, which spreads outliers over the channels. A head_dim that
@@ -118,10 +119,11 @@ class Scales:
         """Does every block's PV start from zero and get added to O in float32?
 
         The tensor core keeps 13 fraction bits of an FP8 accumulator, and truncates: over a long chain whatever V has in common
-        fades. Beyond WIDEST_PROMOTED a kernel has no registers for a second accumulator; there V's mean has to be out of the
-        chain, and a V whose mean is still inside is promoted at the price of speed.
+        fades. Beyond WIDEST_PROMOTED a kernel lacks the registers for a second accumulator beside the scores, and promotion costs
+        it the overlap of products and softmax. The fast mode does without where V's mean is out of the chain; what is left to fade
+        there is what long stretches of keys have in common beyond that mean.
         """
-        return head_dim_v <= WIDEST_PROMOTED or self.v_mean is None
+        return head_dim_v <= WIDEST_PROMOTED or self.mode == "exact" or self.v_mean is None
 
 
 def quantize(

@@ -1,7 +1,7 @@
 """FP8 attention in torch ops, with the arithmetic of the Hopper kernel: for studying its numerics, and for tests without a GPU.
 
 What the kernel does to numbers is done here: QK and PV in e4m3 with the tensor core's truncating accumulation, probabilities held
-times 2^8 and rounded to e4m3 against the running maximum, each block's PV added in float32 (or chained where V's mean is out, see
+times 2^8 and rounded to e4m3 against the running maximum, each block's PV added in float32 (or chained, see
 ``Scales.promoted``), means put back at the end. What may differ in the last bits: exp2, and which keys share a block (128 here, 96
 to 192 there).
 
