@@ -13,8 +13,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from attn3.fp8 import FP8, quantized_problem
+from attn3.fp8 import FP8
 from attn3.masks import Causal, Full, Mask, Window, window_of
+from attn3.ops import quantize as quantized_problem
 from attn3.problem import Problem
 from attn3.scores import Softcap
 

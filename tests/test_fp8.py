@@ -12,6 +12,7 @@ import attn3
 import attn3.registry
 from attn3 import FP8, AttentionError, Unsupported, fp8
 from attn3.flash_attn_interface import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from attn3.ops import quantize as quantized_problem
 from attn3.problem import Problem
 from attn3.reference import reference
 
@@ -139,7 +140,7 @@ def test_stretches_of_equal_values_do_not_fade(keys, dim, precision):
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_a_mean_that_stays_inside_is_promoted(mode):
     assert lost(*lengthy("one and noise", 4096, 256), FP8(mode, center_v=False)) < 3e-3
-    fast = fp8.quantized_problem(Problem.of(*lengthy("one", 64, 256), return_lse=False), FP8("fast")).fp8
+    fast = quantized_problem(Problem.of(*lengthy("one", 64, 256), return_lse=False), FP8("fast")).fp8
     assert fast.promoted(128) and not fast.promoted(256)
 
 
@@ -223,7 +224,7 @@ def test_quantised_numbers_are_close_and_never_saturate():
         for t in quantised:
             values = t.data.float()
             assert values.isfinite().all() and values.abs().max() == 448
-        problem = fp8.quantized_problem(Problem.of(q, k, v), precision)
+        problem = quantized_problem(Problem.of(q, k, v), precision)
         plain = fp8.dequantized(problem)
         q_and_k = [fp8.rotated(t.double(), precision.seed) if precision.rotate else t.double() for t in (q, k)]
         for got, want in zip((plain.q, plain.k, plain.v), (*q_and_k, v.double()), strict=True):
@@ -281,12 +282,41 @@ def test_the_papers_experiment(keys, heads, ratio):
 def test_the_emulation_is_the_kernel(dim, precision):
     """Both stand for the same arithmetic: they differ by far less than either does from the exact answer."""
     q, k, v = on_gpu(*normal((2, 300, 4, dim), (2, 1000, 2, dim), (2, 1000, 2, dim)))
-    problem = fp8.quantized_problem(Problem.of(q, k, v, mask=attn3.Causal(), return_lse=precision.mode == "exact"), precision)
+    problem = quantized_problem(Problem.of(q, k, v, mask=attn3.Causal(), return_lse=precision.mode == "exact"), precision)
     ours, emulated = (attn3.registry.backends()[name].forward(problem) for name in ("hopper", "cpu"))
     exact, _ = reference(fp8.dequantized(problem))
     assert rms(ours[0] - emulated[0]) < 0.5 * rms(emulated[0] - exact)
     if problem.return_lse:
         assert (ours[1] - emulated[1]).abs().max() < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("precision", [FP8(), FP8(rotate=False, center_k=False, center_v=False)], ids=repr)
+@pytest.mark.parametrize("used", [None, (0, 1, 333)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_quantising_kernels(dim, precision, used, dtype):
+    """The same numbers as the torch arithmetic gives, but for roundings that fall to the other side."""
+    q, k, v = on_gpu(*normal((3, 130, 4, dim), (3, 333, 2, dim), (3, 333, 2, dim), dtype=dtype))
+    seqused_k = None if used is None else torch.tensor(used, dtype=torch.int32, device="cuda")
+    if used is not None:
+        for b, n in enumerate(used):
+            k[b, n:], v[b, n:] = math.nan, math.inf
+    problem = Problem.of(q, k + 1, v + 2, seqused_k=seqused_k)
+    hopper = attn3.registry.backends()["hopper"]
+    assert hopper.can_quantize(problem, precision)
+    pairs = [(hopper.quantize_q(problem, precision), fp8.quantize_q(problem, precision))]
+    pairs += zip(hopper.quantize_kv(problem, precision), fp8.quantize_kv(problem, precision), strict=True)
+    for (data, scale, mean, _), (want, want_scale, want_mean, _) in pairs:
+        torch.testing.assert_close(scale, want_scale, rtol=1e-5, atol=0)
+        assert (mean is None) == (want_mean is None)
+        if mean is not None:
+            torch.testing.assert_close(mean, want_mean, rtol=1e-4, atol=1e-5)
+        assert (data.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 2e-3
+        torch.testing.assert_close(data.float(), want.float(), rtol=0.13, atol=2**-8)
+    v8, _, _, v_t = pairs[2][0]
+    kept = fp8.with_scales(problem, precision, pairs[0][0], pairs[1][0], (v8, pairs[2][0][1], pairs[2][0][2], None))
+    assert torch.equal(v_t, fp8.transposed(kept))
 
 
 @pytest.mark.gpu
@@ -372,7 +402,7 @@ def test_wrong_calls_are_named():
     with pytest.raises(AttentionError, match="quantised together"):
         attn3.quantize(q, k, None)
     with pytest.raises(AttentionError, match="float8_e4m3fn"):
-        Problem.of(q, k, v, fp8=fp8.quantized_problem(Problem.of(q, k, v), FP8()).fp8)
+        Problem.of(q, k, v, fp8=quantized_problem(Problem.of(q, k, v), FP8()).fp8)
     two = attn3.quantize(*normal((2, 5, 2, 16), (2, 7, 2, 16), (2, 7, 2, 16)))
     wrong = [fp8.QuantizedTensor(one.data, other.scale, one.mean, one.precision, one.dtype)
              for one, other in zip(quantised, two, strict=True)]  # fmt: skip
@@ -453,9 +483,9 @@ def test_ops(precision):
     packed = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], **options}
     flat = tuple(t.flatten(0, 1) for t in (q, k, v))
     torch.library.opcheck(torch.ops.attn3.quantize_fp8.default, flat, packed, test_utils=tests)
-    p = fp8.quantized_problem(Problem.of(q, k, v, return_lse=False), precision)
+    p = quantized_problem(Problem.of(q, k, v, return_lse=False), precision)
     s = p.fp8
-    inputs = (p.q, p.k, p.v, s.q, s.k, s.v, s.k_mean, s.v_mean)
+    inputs = (p.q, p.k, p.v, s.q, s.k, s.v, s.k_mean, s.v_mean, s.v_t)
     more = {"blocks": s.blocks, "mode": s.mode, "out_dtype": s.out_dtype, "return_lse": s.mode == "exact", "scale": 0.25}
     # (the schema check multiplies its inputs, which e4m3 cannot)
     torch.library.opcheck(torch.ops.attn3.forward_fp8.default, inputs, more, test_utils="test_faketensor")

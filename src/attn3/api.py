@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn3 import ops
 from attn3.errors import AttentionError
-from attn3.fp8 import FP8, QuantizedTensor, scales_of
+from attn3.fp8 import FP8, Quantized, QuantizedTensor, scales_of
 from attn3.masks import Mask
 from attn3.problem import Problem
 from attn3.scores import Score
@@ -105,6 +105,49 @@ def varlen_attention(
     )  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
+
+
+def quantize(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    precision: FP8 | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Quantized:
+    """q, k and v in e4m3, to be kept and passed to ``attention(*quantized, …)`` or ``varlen_attention``.
+
+    Args:
+        q, k, v: as ``attention`` (with cu_seqlens ``varlen_attention``) takes them, float16 or bfloat16, float32 on the CPU. q may
+            be None, and so may k and v together: a cache of keys is quantised once and met by queries that come later.
+        precision: the settings; None is ``FP8()``. Everything that meets in a call must have been quantised with the same.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in ``attention``. Rows outside are not read and become zeros.
+
+    Returns:
+        ``Quantized(q, k, v)``.
+
+    Raises:
+        AttentionError: the arguments do not fit together.
+        Unsupported: an input requires grad.
+    """
+    precision = FP8() if precision is None else precision
+    if (k is None) != (v is None) or (q is None and k is None):
+        raise AttentionError("k and v are quantised together; pass q, or k and v, or all three")
+    if cu_seqlens_q is None and cu_seqlens_k is not None and q is not None:
+        raise AttentionError("cu_seqlens_q is None and cu_seqlens_k is given; pass both for packed sequences")
+    # the side that is missing stands for itself in the checks
+    cu_q = cu_seqlens_k if q is None else cu_seqlens_q
+    cu_k = cu_seqlens_q if k is None else cu_seqlens_k
+    problem = Problem.of(
+        k if q is None else q, q if k is None else k, q if v is None else v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+        seqused_q=seqused_q, seqused_k=seqused_k,
+    )  # fmt: skip
+    q_parts, k_parts, v_parts = ops.quantize_tensors(problem, precision, q is not None, k is not None)
+    new = lambda parts: None if parts is None else QuantizedTensor(*parts[:3], precision, problem.q.dtype, parts[3])
+    return Quantized(new(q_parts), new(k_parts), new(v_parts))
 
 
 def _problem(q: Any, k: Any, v: Any, precision: FP8 | None, **options: Any) -> Problem:

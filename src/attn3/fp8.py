@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING, Iterator, NamedTuple
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,7 @@ class QuantizedTensor:
         mean: float32 (batch, heads, head_dim), to be added after the scale; None for q, and where nothing was taken out.
         precision: the settings.
         dtype: what was quantised, and what the output of ``attention`` gets.
+        transposed: of v on a Hopper GPU, where it can be made in passing: the layout that the kernel reads (``fp8.transposed``).
     """
 
     data: Tensor
@@ -91,6 +92,7 @@ class QuantizedTensor:
     mean: Tensor | None
     precision: FP8
     dtype: torch.dtype
+    transposed: Tensor | None = None
 
 
 class Quantized(NamedTuple):
@@ -126,54 +128,6 @@ class Scales:
         return head_dim_v <= WIDEST_PROMOTED or self.mode == "exact" or self.v_mean is None
 
 
-def quantize(
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    precision: FP8 | None = None,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-) -> Quantized:
-    """q, k and v in e4m3, to be kept and passed to ``attention(*quantized, …)`` or ``varlen_attention``.
-
-    Args:
-        q, k, v: as ``attention`` (with cu_seqlens ``varlen_attention``) takes them, float16 or bfloat16, float32 on the CPU. q may
-            be None, and so may k and v together: a cache of keys is quantised once and met by queries that come later.
-        precision: the settings; None is ``FP8()``. Everything that meets in a call must have been quantised with the same.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in ``attention``. Rows outside are not read and become zeros.
-
-    Returns:
-        ``Quantized(q, k, v)``.
-
-    Raises:
-        AttentionError: the arguments do not fit together.
-        Unsupported: an input requires grad.
-    """
-    from attn3.problem import Problem
-
-    precision = FP8() if precision is None else precision
-    if (k is None) != (v is None) or (q is None and k is None):
-        raise AttentionError("k and v are quantised together; pass q, or k and v, or all three")
-    if cu_seqlens_q is None and cu_seqlens_k is not None and q is not None:
-        raise AttentionError("cu_seqlens_q is None and cu_seqlens_k is given; pass both for packed sequences")
-    # the side that is missing stands for itself in the checks
-    cu_q = cu_seqlens_k if q is None else cu_seqlens_q
-    cu_k = cu_seqlens_q if k is None else cu_seqlens_k
-    problem = Problem.of(
-        k if q is None else q, q if k is None else k, q if v is None else v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
-        seqused_q=seqused_q, seqused_k=seqused_k,
-    )  # fmt: skip
-    check_quantizable(problem, precision)
-    new = lambda data, scale, mean: QuantizedTensor(data, scale, mean, precision, problem.q.dtype)
-    with torch.no_grad():
-        new_q = None if q is None else new(*_quantize_q(problem, precision))
-        new_k, new_v = (None, None) if k is None else (new(*both) for both in _quantize_kv(problem, precision))
-    return Quantized(new_q, new_k, new_v)
-
-
 def check_quantizable(problem: Problem, precision: object) -> None:
     if not isinstance(precision, FP8):
         raise AttentionError(f"precision is {precision!r}; pass attn3.FP8(…), or None for the inputs' own")
@@ -186,16 +140,14 @@ def check_quantizable(problem: Problem, precision: object) -> None:
         )
 
 
-def quantized_problem(problem: Problem, precision: FP8) -> Problem:
-    """The problem over e4m3 tensors. Keys that no query sees are not read."""
-    check_quantizable(problem, precision)
-    check_mode(precision.mode, problem.return_lse)
-    with torch.no_grad():
-        q, q_scale, _ = _quantize_q(problem, precision)
-        (k, k_scale, k_mean), (v, v_scale, v_mean) = _quantize_kv(problem, precision)
+Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # data, scale, mean, and V transposed where that was made
+
+
+def with_scales(p: Problem, precision: FP8, q: Parts, k: Parts, v: Parts) -> Problem:
+    """The problem over e4m3 tensors."""
     blocks = precision.scaling == "block"
-    scales = Scales(q_scale, k_scale, v_scale, k_mean, v_mean, blocks, precision.mode, problem.q.dtype)
-    return replace(problem, q=q, k=k, v=v, fp8=scales)
+    scales = Scales(q[1], k[1], v[1], k[2], v[2], blocks, precision.mode, p.q.dtype, v[3])
+    return replace(p, q=q[0], k=k[0], v=v[0], fp8=scales)
 
 
 def check_mode(mode: str, return_lse: bool) -> None:
@@ -216,7 +168,7 @@ def scales_of(q: object, k: object, v: object, precision: FP8 | None) -> tuple[T
     if precision is not None and precision != q.precision:
         raise AttentionError(f"precision is {precision!r} and q was quantised with {q.precision}; leave precision out")
     how = q.precision
-    scales = Scales(q.scale, k.scale, v.scale, k.mean, v.mean, how.scaling == "block", how.mode, q.dtype)
+    scales = Scales(q.scale, k.scale, v.scale, k.mean, v.mean, how.scaling == "block", how.mode, q.dtype, v.transposed)
     return q.data, k.data, v.data, scales
 
 
@@ -277,6 +229,10 @@ def mean_dot_q(p: Problem) -> Tensor:
     return (q.unflatten(-2, (mean.shape[-2], -1)) * mean[..., None, :]).sum(-1).flatten(-2)[..., None] * p.scale
 
 
+def transposed_shape(v: Tensor) -> tuple[int, int, int, int]:
+    return v.shape[0], v.shape[2], v.shape[3], (v.shape[1] + 15) // 16 * 16
+
+
 def transposed(p: Problem) -> Tensor:
     """V of a dense problem as the Hopper kernel wants it: (batch, kv_heads, head_dim_v, keys rounded up to 16) bytes, in KEY_ORDER.
 
@@ -307,54 +263,67 @@ def dequantized(p: Problem, dtype: torch.dtype = torch.float64) -> Problem:
 # What follows works on float32 rows of one length, (batch, rows, heads, dim); packed sequences come one after another.
 
 
-def _quantize_q(p: Problem, precision: FP8) -> tuple[Tensor, Tensor, None]:
-    data, scale, _ = _quantize(p.q, list(_sequences(p, False)), p, precision, precision.rotate, False,
-                               Q_BLOCK if precision.scaling == "block" else 0)  # fmt: skip
-    return data, scale, None
+def quantize_q(p: Problem, precision: FP8) -> Parts:
+    block = Q_BLOCK if precision.scaling == "block" else 0
+    return *_quantize(p.q, list(_sequences(p, False)), p, precision, precision.rotate, False, block), None
 
 
-def _quantize_kv(p: Problem, precision: FP8) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    sequences = list(_sequences(p, True))
+def quantize_kv(p: Problem, precision: FP8) -> tuple[Parts, Parts]:
+    """Keys that no query sees are not read."""
+    sequences, channels = list(_sequences(p, True)), precision.scale_v_channels
     block = K_BLOCK if precision.scaling == "block" else 0
-    yield _quantize(p.k, sequences, p, precision, precision.rotate, precision.center_k, block)
-    yield _quantize(p.v, sequences, p, precision, False, precision.center_v, 0, precision.scale_v_channels)
+    k = _quantize(p.k, sequences, p, precision, precision.rotate, precision.center_k, block)
+    v = _quantize(p.v, sequences, p, precision, False, precision.center_v, 0, channels)
+    return (*k, None), (*v, None)
+
+
+def visible_rows(p: Problem, keys: bool) -> tuple[Tensor | int, Tensor | int] | None:
+    """[begin, end) of the rows of q (of k and v with ``keys``) of a dense problem that may be read, (batch,) or all the same.
+
+    None: every row.
+    """
+    rows, device = (p.k if keys else p.q).shape[1], p.q.device
+    if p.seqused_q is None and p.seqused_k is None:
+        begin, end = _visible(p.q.shape[1], p.k.shape[1], keys, p.window, min, max)
+        return None if begin <= 0 and end >= rows else (begin, end)
+    length = lambda used, x: torch.full((p.batch,), x.shape[1], device=device) if used is None else used.long()
+    low, high = (
+        lambda a, b, of=of: of(*(torch.as_tensor(n, device=device) for n in (a, b))) for of in (torch.minimum, torch.maximum)
+    )  # fmt: skip
+    found = _visible(length(p.seqused_q, p.q), length(p.seqused_k, p.k), keys, p.window, low, high)
+    begin, end = (torch.as_tensor(n, device=device).expand(p.batch) for n in found)
+    return begin, end
+
+
+def _visible(query_length: Any, key_length: Any, keys: bool, window: tuple, low: Any, high: Any) -> tuple[Any, Any]:
+    if not keys:
+        return 0, query_length
+    begin, _ = visible_range(0, query_length, key_length, *window, low, high)
+    return begin, visible_range(query_length - 1, query_length, key_length, *window, low, high)[1]
 
 
 def _sequences(p: Problem, keys: bool) -> Iterator[tuple[slice, Tensor | None]]:
-    """(rows, which of them anything may be read from: (sequences, rows), None for all) of each packed sequence, or of all dense."""
+    """(rows, which of them may be read: (sequences, rows), None for all) of each packed sequence, or of all dense ones."""
     t = p.k if keys else p.q
-    used_q, used_k, (left, right) = p.seqused_q, p.seqused_k, p.window
     place = torch.arange(t.shape[-3], device=t.device)
-
-    def visible(query_length, key_length, rows, low, high):
-        if not keys:
-            return 0, query_length
-        begin, _ = visible_range(0, query_length, key_length, left, right, low, high)
-        return begin, visible_range(query_length - 1, query_length, key_length, left, right, low, high)[1]
-
-    if p.packed:
-        cu_q, cu_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
-        lengths_q = [b - a for a, b in zip(cu_q, cu_q[1:], strict=False)] if used_q is None else used_q.tolist()
-        lengths_k = [b - a for a, b in zip(cu_k, cu_k[1:], strict=False)] if used_k is None else used_k.tolist()
-        cu = cu_k if keys else cu_q
-        for b in range(p.batch):
-            rows = cu[b + 1] - cu[b]
-            begin, end = visible(lengths_q[b], lengths_k[b], rows, min, max)
-            some = None if begin <= 0 and end >= rows else ((place[:rows] >= begin) & (place[:rows] < end))[None]
-            yield slice(cu[b], cu[b + 1]), some
+    if not p.packed:
+        found = visible_rows(p, keys)
+        if found is not None:
+            begin, end = (n[:, None] if isinstance(n, Tensor) else n for n in found)
+            found = ((place >= begin) & (place < end)).expand(p.batch, -1)
+        yield slice(None), found
         return
-    rows = t.shape[1]
-    if used_q is None and used_k is None:
-        begin, end = visible(p.q.shape[1], p.k.shape[1], rows, min, max)
-        some = None if begin <= 0 and end >= rows else ((place >= begin) & (place < end)).expand(p.batch, rows)
-    else:
-        length = lambda used, x: torch.full((p.batch,), x.shape[1], device=t.device) if used is None else used.long()
-        low = lambda a, b: torch.minimum(*(torch.as_tensor(n, device=t.device) for n in (a, b)))
-        high = lambda a, b: torch.maximum(*(torch.as_tensor(n, device=t.device) for n in (a, b)))
-        begin, end = (torch.as_tensor(n, device=t.device).expand(p.batch)[:, None]
-                      for n in visible(length(used_q, p.q), length(used_k, p.k), rows, low, high))  # fmt: skip
-        some = (place >= begin) & (place < end)
-    yield slice(None), some
+    cu_q, cu_k = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
+    lengths_q, lengths_k = (
+        [b - a for a, b in zip(cu, cu[1:], strict=False)] if used is None else used.tolist()
+        for cu, used in ((cu_q, p.seqused_q), (cu_k, p.seqused_k))
+    )  # fmt: skip
+    cu = cu_k if keys else cu_q
+    for b in range(p.batch):
+        rows = cu[b + 1] - cu[b]
+        begin, end = _visible(lengths_q[b], lengths_k[b], keys, p.window, min, max)
+        some = None if begin <= 0 and end >= rows else ((place[:rows] >= begin) & (place[:rows] < end))[None]
+        yield slice(cu[b], cu[b + 1]), some
 
 
 def _quantize(
@@ -417,7 +386,7 @@ def rotated(x: Tensor, seed: int) -> Tensor:
     """x (…, dim) times diag(signs) H / sqrt(width): orthogonal, in blocks of the largest power of two that divides dim."""
     dim = x.shape[-1]
     width = dim & -dim
-    x = (x * _signs(dim, seed, x.device)).unflatten(-1, (-1, width))
+    x = (x * signs(dim, seed, x.device)).unflatten(-1, (-1, width))
     step = 1
     while step < width:  # fast Walsh-Hadamard transform
         a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
@@ -427,7 +396,7 @@ def rotated(x: Tensor, seed: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _signs(dim: int, seed: int, device: torch.device) -> Tensor:
+def signs(dim: int, seed: int, device: torch.device) -> Tensor:
     bits = Random(seed).getrandbits(dim)
     return torch.tensor([1.0 if bits >> i & 1 else -1.0 for i in range(dim)], device=device)
 

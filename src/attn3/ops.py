@@ -9,6 +9,7 @@ that needs no gradient skips the dispatcher (several microseconds of host time) 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +37,13 @@ _LIBRARY.define(
 _LIBRARY.define(
     "quantize_fp8(Tensor q, Tensor k, Tensor v, *, SymInt? window_left=None, SymInt? window_right=None, Tensor? cu_seqlens_q=None,"
     " Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, str scaling, bool rotate, int seed, bool center_k,"
-    " bool center_v, bool scale_v_channels) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool center_v, bool scale_v_channels)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
-    "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? k_mean, Tensor? v_mean, *,"
-    f" bool blocks, str mode, ScalarType out_dtype, bool return_lse, {_OPTIONS}) -> (Tensor, Tensor)",
+    "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? k_mean, Tensor? v_mean,"
+    f" Tensor? v_t, *, bool blocks, str mode, ScalarType out_dtype, bool return_lse, {_OPTIONS}) -> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -82,16 +84,15 @@ def _backward_fake(dout, dlse, q, k, v, out, lse, *, sinks=None, **_):
 
 
 def _quantize_op(q, k, v, *, scaling, rotate, seed, center_k, center_v, scale_v_channels, **options):
-    """(q, k, v, their scales, k_mean, v_mean); a mean has no elements where it was not taken out."""
+    """(q, k, v, their scales, k_mean, v_mean, v transposed); without elements what was not made."""
     problem = _problem(q, k, v, scale=1.0, **options)
-    p = fp8.quantized_problem(problem, FP8("exact", scaling, rotate, seed, center_k, center_v, scale_v_channels))
-    s = p.fp8
-    return p.q, p.k, p.v, s.q, s.k, s.v, *(s.q.new_empty(0) if mean is None else mean for mean in (s.k_mean, s.v_mean))
+    precision = FP8("exact", scaling, rotate, seed, center_k, center_v, scale_v_channels)
+    q, k, v = quantize_tensors(problem, precision)
+    optional = (q[1].new_empty(0) if t is None else t for t in (k[2], v[2], v[3]))
+    return q[0], k[0], v[0], q[1], k[1], v[1], *optional
 
 
-def _quantize_fake(
-    q, k, v, *, scaling, center_k, center_v, scale_v_channels, cu_seqlens_q=None, seqused_q=None, **_
-):  # fmt: skip
+def _quantize_fake(q, k, v, *, scaling, rotate, seed, center_k, center_v, scale_v_channels, cu_seqlens_q=None, **_):
     packed = cu_seqlens_q is not None
     batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
     new = lambda *shape: q.new_empty(shape, dtype=torch.float32)
@@ -104,20 +105,25 @@ def _quantize_fake(
         scales = [new(batch, heads), new(batch, kv_heads)]
     scales.append(new(batch, kv_heads, dim_v) if scale_v_channels else new(batch, kv_heads))
     means = [new(batch, kv_heads, n) if center else new(0) for center, n in ((center_k, dim), (center_v, dim_v))]
-    return *data, *scales, *means
+    v_t = new(0)
+    problem = Problem(q, k, v, mask_from_window(None, None), None, 1.0, cu_seqlens_q=cu_seqlens_q)
+    precision = FP8("exact", scaling, rotate, seed, center_k, center_v, scale_v_channels)
+    if registry.backends()["hopper"].can_quantize(problem, precision):
+        v_t = torch.empty(fp8.transposed_shape(v), dtype=torch.uint8, device=v.device)
+    return *data, *scales, *means, v_t
 
 
 def _forward_fp8_op(
-    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, *, blocks, mode, out_dtype, return_lse, backend=None, **options
+    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, v_t, *, blocks, mode, out_dtype, return_lse, backend=None, **options
 ):
     problem = _problem(q, k, v, **options)
-    problem.return_lse, problem.fp8 = return_lse, Scales(q_scale, k_scale, v_scale, k_mean, v_mean, blocks, mode, out_dtype)
+    problem.return_lse, problem.fp8 = return_lse, Scales(q_scale, k_scale, v_scale, k_mean, v_mean, blocks, mode, out_dtype, v_t)
     out, lse = registry.select(problem, backend).forward(problem)
     return out, torch.empty(0, device=q.device) if not return_lse or lse is None else lse
 
 
 def _forward_fp8_fake(
-    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, *, out_dtype, return_lse, cu_seqlens_q=None, **_
+    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, v_t, *, out_dtype, return_lse, cu_seqlens_q=None, **_
 ):  # fmt: skip
     out, lse = _forward_fake(q.new_empty(q.shape, dtype=out_dtype), k, v, cu_seqlens_q=cu_seqlens_q)
     return out, lse if return_lse else lse.new_empty(0)
@@ -208,16 +214,25 @@ def quantize(problem: Problem, precision: FP8) -> Problem:
     fp8.check_mode(precision.mode, problem.return_lse)
     _check_not_transformed()
     if not torch.compiler.is_compiling() and not _observed(problem):
-        return fp8.quantized_problem(problem, precision)
+        return fp8.with_scales(problem, precision, *quantize_tensors(problem, precision))
     p, f, (left, right) = problem, precision, problem.window
-    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean = torch.ops.attn3.quantize_fp8(
+    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, v_t = torch.ops.attn3.quantize_fp8(
         p.q, p.k, p.v, window_left=left, window_right=right, cu_seqlens_q=p.cu_seqlens_q, cu_seqlens_k=p.cu_seqlens_k,
         seqused_q=p.seqused_q, seqused_k=p.seqused_k, scaling=f.scaling, rotate=f.rotate, seed=f.seed, center_k=f.center_k,
         center_v=f.center_v, scale_v_channels=f.scale_v_channels,
     )  # fmt: skip
     scales = Scales(q_scale, k_scale, v_scale, k_mean if f.center_k else None, v_mean if f.center_v else None,
-                    f.scaling == "block", f.mode, p.q.dtype)  # fmt: skip
+                    f.scaling == "block", f.mode, p.q.dtype, v_t if v_t.numel() else None)  # fmt: skip
     return dataclasses.replace(p, q=q, k=k, v=v, fp8=scales)
+
+
+def quantize_tensors(problem: Problem, precision: FP8, q: bool = True, kv: bool = True) -> tuple[Any, Any, Any]:
+    """The e4m3 ``fp8.Parts`` of q, k and v; None for what is not wanted."""
+    fp8.check_quantizable(problem, precision)
+    by = registry.backends()["hopper"]
+    by = by if by.can_quantize(problem, precision) else fp8
+    with torch.no_grad():
+        return by.quantize_q(problem, precision) if q else None, *(by.quantize_kv(problem, precision) if kv else (None, None))
 
 
 def _forward_fp8(p: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
@@ -226,7 +241,7 @@ def _forward_fp8(p: Problem, backend: str | None) -> tuple[Tensor, Tensor | None
         return registry.select(p, backend).forward(p)
     s, (left, right) = p.fp8, p.window
     return torch.ops.attn3.forward_fp8(
-        p.q, p.k, p.v, s.q, s.k, s.v, s.k_mean, s.v_mean, blocks=s.blocks, mode=s.mode, out_dtype=s.out_dtype,
+        p.q, p.k, p.v, s.q, s.k, s.v, s.k_mean, s.v_mean, s.v_t, blocks=s.blocks, mode=s.mode, out_dtype=s.out_dtype,
         return_lse=p.return_lse, scale=p.scale, window_left=left, window_right=right, softcap=p.softcap, sinks=p.sinks,
         cu_seqlens_q=p.cu_seqlens_q, cu_seqlens_k=p.cu_seqlens_k, seqused_q=p.seqused_q, seqused_k=p.seqused_k,
         max_seqlen_q=p.max_seqlen_q, max_seqlen_k=p.max_seqlen_k, backend=backend,

@@ -10,6 +10,7 @@ from torch import Tensor
 from attn3.backends.hopper import config, environment
 
 if TYPE_CHECKING:
+    from attn3.fp8 import FP8, Parts
     from attn3.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -53,6 +54,25 @@ class HopperBackend:
         from attn3.backends.hopper import launch_fp8
 
         return not launch_fp8.reasons(problem)
+
+    def can_quantize(self, problem: Problem, precision: FP8) -> bool:
+        """Is there a kernel that quantises q, k and v like this? ``attn3.fp8`` does it otherwise."""
+        q = problem.q
+        if not q.is_cuda or environment.software_reasons() or environment.device_reasons(q.device.index):
+            return False
+        from attn3.backends.hopper import quantize
+
+        return quantize.fits(problem, precision)
+
+    def quantize_q(self, problem: Problem, precision: FP8) -> Parts:
+        from attn3.backends.hopper import quantize
+
+        return quantize.of_q(problem, precision)
+
+    def quantize_kv(self, problem: Problem, precision: FP8) -> tuple[Parts, Parts]:
+        from attn3.backends.hopper import quantize
+
+        return quantize.of_kv(problem, precision)
 
     def tile(self, problem: Problem) -> str:
         """The tile that a call gets, in words."""
