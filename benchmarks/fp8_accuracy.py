@@ -32,7 +32,7 @@ import peers  # noqa: E402
 import run as runner  # noqa: E402
 
 import attn3  # noqa: E402
-from attn3 import FP8, fp8  # noqa: E402
+from attn3 import FP8, fp8, settings  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 CELLS = "1x8192x16x64,1x8192x16x128,1x16384x8x128,1x8192x8x256"
@@ -72,6 +72,8 @@ def providers(backend: str | None) -> dict[str, tuple[str, Callable[[Tensor, Ten
         return lambda q, k, v: attn3.attention(q, k, v, precision=precision, backend=backend)
 
     def faded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if settings.fp8_float32():
+            raise peers.Absent("ATTN3_FP8_FLOAT32 is set: nothing is truncated")
         with unpromoted():
             return attn3.attention(q, k, v, precision=PLAIN, backend="cpu")
 
@@ -228,7 +230,8 @@ def blocks() -> dict[str, str]:
         column = lambda row: f"S {row['seqlen']}, H {row['heads']}, D {row['head_dim']}"
 
         def show(row: dict, found: dict) -> str:
-            base = found.get(AS_FA3, {}).get(column(row))
+            first = (found[label].get(column(row)) for label in (AS_FA3, "per tensor") if label in found)
+            base = next((cell for cell in first if cell), None)
             ratio = f" ({base['rmse'] / row['rmse']:.2f}×)" if base and base is not row else ""
             return f"{1e3 * row['rmse']:.2f}{ratio}"
 
@@ -241,9 +244,9 @@ def blocks() -> dict[str, str]:
 
     source = "*Not measured yet.*"
     if rows:
-        last = rows[-1]
-        where = last["gpu"] if last["gpu"] != "none" else "the CPU backend's emulation"
-        source = f"Rows of {where}, {last['queries']} queries of each head, commit {last['commit'] or 'unknown'}."
+        where = rows[0]["gpu"] if rows[0]["gpu"] != "none" else "the CPU backend"
+        ways = sorted({(row["commit"] or "unknown", row["queries"]) for row in rows if row["pass"] == "fp8-accuracy"})
+        source = f"Rows of {where}: " + ", ".join(f"{n} queries of each head at commit {commit}" for commit, n in ways) + "."
     return {
         "fp8-source": source,
         "fp8-outliers": of("outliers"),

@@ -155,5 +155,26 @@ def prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
+# --- the blocks of docs/fp8.md
+
+
+def blocks() -> dict[str, str]:
+    rows = [
+        json.loads(line)
+        for path in sorted(fp8_accuracy.RESULTS.glob("fp8-model*.jsonl"))
+        for line in path.read_text().splitlines()
+        if line.strip()
+    ]
+    errors = {row["case"]: row for row in rows if row["pass"] == "fp8-layers"}
+    answers = {row["case"]: row for row in rows if row["pass"] == "fp8-answers"}
+    heads = ("", "mean over the layers", "worst layer", "answers unchanged", "tokens before the first change")
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|---|---|---|"]
+    for label, row in errors.items():
+        e, a = row["errors"], answers.get(label)
+        shown = ("–", "–") if a is None else (f"{a['same']} of {a['of']}", f"{a['same_tokens']} of {a['new_tokens']}")
+        lines.append(f"| {label} | {100 * sum(e) / len(e):.2f} % | {100 * max(e):.2f} % | {' | '.join(shown)} |")
+    return {"fp8-model": "\n".join(lines) if errors else "*Not measured yet.*"}
+
+
 if __name__ == "__main__":
     main()
