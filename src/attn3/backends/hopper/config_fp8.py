@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from attn3.backends.hopper.config import REGISTERS, SMEM_BYTES
+from attn3.fp8 import K_BLOCK
 
 TILE_DIMS = (64, 128, 256)  # other head_dims are computed in the next larger one, zero-filled by TMA
 
@@ -60,7 +61,7 @@ class Fp8Tile:
         assert registers <= have, f"{self}: {registers} registers for the accumulators, {have} available"
         assert self.block_keys % 32 == 0, f"{self}: a block of keys must be a multiple of 32, the k of an FP8 product"
         assert not features.fast or not self.late, "the fast mode writes P directly, so PV must have read the one before"
-        assert not features.blocks or self.block_keys == 128, "a block of keys has one scale"
+        assert not features.blocks or self.block_keys == K_BLOCK, "a block of keys has one scale"
 
 
 def tile_dim(head_dim: int) -> int:

@@ -91,9 +91,9 @@ def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
     shift = mean_dot_q(p)[..., 0].transpose(1, 2).contiguous() if plan.features.shift else None
     vector = lambda t: None if t is None else t.contiguous()
     tensors = (
-        _bytes(q), _bytes(k), v_t, out, lse, _counters(q.device.index), _numbers(s.q), _numbers(s.k), _numbers(s.v),
-        None if s.v_mean is None else _numbers(s.v_mean), shift, vector(p.seqused_q), vector(p.seqused_k),
-        None if p.sinks is None else p.sinks.to(torch.float32).contiguous(),
+        _bytes(q), _bytes(k), v_t, out, lse, _counters(q.device.index), _numbers(s.q), _numbers(s.k),
+        _aligned(s.v) if plan.features.channels else _numbers(s.v), None if s.v_mean is None else _aligned(s.v_mean), shift,
+        vector(p.seqused_q), vector(p.seqused_k), None if p.sinks is None else p.sinks.to(torch.float32).contiguous(),
     )  # fmt: skip
     with torch.cuda.device(q.device.index):
         plan.kernel(*tensors, plan.c, plan.left, plan.right, plan.section, plan.ctas)
@@ -131,6 +131,11 @@ def _bytes(t: Tensor) -> Tensor:
     if t.stride(-1) != 1 or t.data_ptr() % 16 or any(s % 16 for s in t.stride()[:-1]):
         t = t.clone(memory_format=torch.contiguous_format)
     return t
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, at a multiple of 16 bytes."""
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def _numbers(t: Tensor) -> Tensor:

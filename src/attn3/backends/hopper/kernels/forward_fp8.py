@@ -21,7 +21,7 @@ from attn3.backends.hopper.kernels.forward import BAR_WG, DTYPES, LOG2_E, ROW, R
 from attn3.backends.hopper.parts import fp8, mask, score
 from attn3.backends.hopper.parts.mma import issue, pack, rows_view
 from attn3.backends.hopper.parts.schedule import NO_TILE
-from attn3.fp8 import K_BLOCK, P_SHIFT, Q_BLOCK
+from attn3.fp8 import P_SHIFT, Q_BLOCK
 from attn3.masks import visible_range
 
 F8 = Float8E4M3FN
@@ -226,6 +226,7 @@ class Fp8ForwardKernel(ForwardKernel):
             ops = Operands(mma_qk, mma_pv, mma_sum, rQ, frag_B(mma_qk, sK), rV, rOnes, P)
             O = cute.make_rmem_tensor(mma_o.partition_shape_C((ROWS, self.dv)), Float32)
             rows, O_mn = fp8.make_rows(), rows_view(O)
+            ahead = cute.make_rmem_tensor(1, Float32)  # the next block's scale of k, where blocks have one
             cS = rows_view(mma_qk.get_slice(ctid).partition_C(cute.make_identity_tensor((ROWS, self.bn))))
             thread_row, thread_column = w * ROWS + cS[0, 0][0], cS[0, 0][1]
             r2s = cute.make_tiled_copy_C(sm90.get_smem_store_op(ROW, self.dtype, Float32), mma_o)
@@ -243,6 +244,7 @@ class Fp8ForwardKernel(ForwardKernel):
                     blocks = self.blocks(work, work.m * self.bm + w * ROWS, ROWS, bounds)
                 kv_head = work.head // group
                 factor, k_scale = self.factors(scales, c, work, kv_head, w)
+                self.fetch_scale(k_scale, blocks.begin, ahead)
                 rows.max.fill(fp8.NEG_INF)
                 rows.sum.fill(0.0)
                 rows.alpha.fill(0.0)
@@ -253,7 +255,7 @@ class Fp8ForwardKernel(ForwardKernel):
 
                 if const_expr(self.tile.parts > 1):
                     for n in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                        self.step_in_parts(n, blocks, ops, O, rows, rings, ks, vs, at, factor, k_scale)
+                        self.step_in_parts(n, blocks, ops, O, rows, rings, ks, vs, at, factor, k_scale, ahead)
                         ks.advance()
                         vs.advance()
                 else:
@@ -267,7 +269,7 @@ class Fp8ForwardKernel(ForwardKernel):
                     self.scores(rows_view(S), None)
                     if (blocks.begin < blocks.full_begin) | (blocks.begin >= blocks.full_end):
                         mask.apply(rows_view(S), at, blocks.begin * self.bn)
-                    f = self.factor_of(blocks.begin, factor, k_scale)
+                    f = self.factor_of(blocks.begin, factor, k_scale, ahead)
                     base = fp8.maximum(rows_view(S), f, rows, True)
                     self.exponentials(S, f, base, rows)
                     self.quantize(S, f, base, P)
@@ -275,17 +277,17 @@ class Fp8ForwardKernel(ForwardKernel):
                     if const_expr(self.left):
                         seen = cutlass.min(cutlass.max(blocks.full_begin, begin), blocks.end)
                         for n in cutlass.range(begin, seen, unroll=1):
-                            self.step(n, True, ops, O, rows, rings, ks, vs, at, factor, k_scale)
+                            self.step(n, True, ops, O, rows, rings, ks, vs, at, factor, k_scale, ahead)
                             ks.advance()
                             vs.advance()
                         begin = seen
                     full_end = cutlass.min(cutlass.max(blocks.full_end, begin), blocks.end)
                     for n in cutlass.range(begin, full_end, unroll=1):
-                        self.step(n, False, ops, O, rows, rings, ks, vs, at, factor, k_scale)
+                        self.step(n, False, ops, O, rows, rings, ks, vs, at, factor, k_scale, ahead)
                         ks.advance()
                         vs.advance()
                     for n in cutlass.range(full_end, blocks.end, unroll=1):
-                        self.step(n, True, ops, O, rows, rings, ks, vs, at, factor, k_scale)
+                        self.step(n, True, ops, O, rows, rings, ks, vs, at, factor, k_scale, ahead)
                         ks.advance()
                         vs.advance()
                 with cute.arch.elect_one():  # Q was read for the last time
@@ -317,9 +319,9 @@ class Fp8ForwardKernel(ForwardKernel):
 
     # ------------------------------------------------------------------------------------------------------- one KV block
     @cute.jit
-    def step(self, n, masked: cutlass.Constexpr, ops: Operands, O, rows, rings: Rings, ks, vs, at: Place, factor, k_scale):
+    def step(self, n, masked: cutlass.Constexpr, ops: Operands, O, rows, rings: Rings, ks, vs, at: Place, factor, k_scale, ahead):
         """QK of block n overlapped with PV of block n-1, whose P is in registers"""
-        f = self.factor_of(n, factor, k_scale)
+        f = self.factor_of(n, factor, k_scale, ahead)
         # local: a loop-carried accumulator serialises wgmma
         S = cute.make_rmem_tensor(ops.mma_qk.partition_shape_C((ROWS, self.bn)), Float32)
         T, L = self.products(ops, O)
@@ -348,12 +350,12 @@ class Fp8ForwardKernel(ForwardKernel):
         self.quantize(S, f, base, ops.P)
 
     @cute.jit
-    def step_in_parts(self, n, blocks, ops: Operands, O, rows, rings: Rings, ks, vs, at: Place, factor, k_scale):
+    def step_in_parts(self, n, blocks, ops: Operands, O, rows, rings: Rings, ks, vs, at: Place, factor, k_scale, ahead):
         """QK, softmax and PV of one block, one after another, PV in parts of V's columns.
 
         Registers allow no overlap within the warpgroup; the other warpgroup's products run meanwhile.
         """
-        f = self.factor_of(n, factor, k_scale)
+        f = self.factor_of(n, factor, k_scale, ahead)
         S = cute.make_rmem_tensor(ops.mma_qk.partition_shape_C((ROWS, self.bn)), Float32)
         rings.k.consumer_wait(ks)
         issue(ops.mma_qk, S, ops.rQ, ops.rK[None, None, None, ks.index], True)
@@ -409,10 +411,18 @@ class Fp8ForwardKernel(ForwardKernel):
         return cute.arch.fmax(factor, Float32(SMALLEST_FACTOR)), None
 
     @cute.jit
-    def factor_of(self, n, factor, k_scale):
+    def factor_of(self, n, factor, k_scale, ahead):
+        """The factor of block n. Reads the next block's scale: used in the iteration that loads it, it would delay PV's issue."""
         if const_expr(k_scale is None):
             return factor
-        return cute.arch.fmax(factor * k_scale[n * self.bn // K_BLOCK], Float32(SMALLEST_FACTOR))
+        found = cute.arch.fmax(factor * ahead[0], Float32(SMALLEST_FACTOR))
+        self.fetch_scale(k_scale, n + 1, ahead)
+        return found
+
+    @cute.jit
+    def fetch_scale(self, k_scale, n, ahead):
+        if const_expr(k_scale is not None):
+            ahead[0] = k_scale[cutlass.min(n, k_scale.shape[0] - 1)]
 
     @cute.jit
     def scores(self, S_mn, inner):
@@ -445,10 +455,11 @@ class Fp8ForwardKernel(ForwardKernel):
                 s = cute.arch.warp_reduction_sum(s, threads_in_group=4)
             key, key_end = visible_range(row, at.query_length, at.key_length, at.left, at.right, cutlass.min, cutlass.max)
             dead = (key_end <= key) | (row >= at.query_length)
-            lse = Float32(fp8.NEG_INF) if dead else rows.max[r] - float(P_SHIFT) + cute.math.log2(s, fastmath=True)
+            lse = rows.max[r] - float(P_SHIFT) + cute.math.log2(s, fastmath=True)
             if const_expr(self.features.shift):
                 inside = cutlass.min(row, scales.shift.shape[2] - 1)
                 lse = lse + scales.shift[work.batch, work.head, inside] * LOG2_E
+            lse = Float32(fp8.NEG_INF) if dead else lse
             share[r] = Float32(0.0) if dead else Float32(1.0)
             if const_expr(sink is not None):
                 high, low = cute.arch.fmax(lse, sink), cute.arch.fmin(lse, sink)
@@ -466,19 +477,21 @@ class Fp8ForwardKernel(ForwardKernel):
             v_scale = scales.v[work.batch, kv_head]
             for r in cutlass.range_constexpr(2):
                 weight[r] = weight[r] * v_scale
-        column = ctid % 4 * 2
-        for j in cutlass.range_constexpr(self.dv // 4):
-            d = j // 2 * 8 + j % 2  # + column: this thread's
-            if const_expr(j // 2 * 8 < self.head_dim_v):
-                by_channel = scales.v[work.batch, kv_head, column + d] if const_expr(self.features.channels) else None
-                mean = scales.mean[work.batch, kv_head, column + d] if const_expr(self.features.mean) else None
+        two = lambda t, j: cute.local_tile(t[work.batch, kv_head, None], (2,), (j * 4 + ctid % 4,))  # this thread's of 8 columns
+        factor, mean = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for j in cutlass.range_constexpr(self.head_dim_v // 8):
+            if const_expr(self.features.channels):
+                cute.autovec_copy(two(scales.v, j), factor)
+            if const_expr(self.features.mean):
+                cute.autovec_copy(two(scales.mean, j), mean)
+            for i in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    x = O_mn[r, j] * weight[r]
-                    if const_expr(by_channel is not None):
-                        x = x * by_channel
-                    if const_expr(mean is not None):
-                        x = x + mean * share[r]
-                    O_mn[r, j] = x
+                    x = O_mn[r, 2 * j + i] * weight[r]
+                    if const_expr(self.features.channels):
+                        x = x * factor[i]
+                    if const_expr(self.features.mean):
+                        x = x + mean[i] * share[r]
+                    O_mn[r, 2 * j + i] = x
         if const_expr(self.used):  # O of a dead row may be NaN (its Q may be anything), and 0 * NaN is NaN
             for r in cutlass.range_constexpr(2):
                 if share[r] == 0.0:
