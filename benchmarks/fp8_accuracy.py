@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import sys
@@ -35,6 +36,7 @@ import attn3  # noqa: E402
 from attn3 import FP8, fp8, settings  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "fp8-context.svg"
 CELLS = "1x8192x16x64,1x8192x16x128,1x16384x8x128,1x8192x8x256"
 LENGTHS = "1024,4096,16384,65536,131072"
 PLAIN = FP8(scaling="tensor", rotate=False, center_k=False, center_v=False)
@@ -256,6 +258,54 @@ def blocks() -> dict[str, str]:
         "fp8-context-noise": fading("1 + N(0, 1)"),
         "fp8-context-stretches": fading("stretches"),
     }
+
+
+# --- the plot of docs/fp8.md
+
+
+def _curves() -> dict[str, list[tuple[int, float]]]:
+    """label -> (keys, what is lost of V's common part), for V = 1 + N(0, 1) and head_dim 128"""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in load():
+        kind, _, label = row["case"].partition(": ")
+        if row["pass"] == "fp8-context" and "lost" in row and kind == "V = 1 + N(0, 1)" and row["head_dim"] == 128:
+            curves.setdefault(label, []).append((row["seqlen"], row["lost"]))
+    return curves
+
+
+def _digest() -> str:
+    return hashlib.sha256(json.dumps(_curves(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw_context() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "attn3", "svg.fonttype": "path", "font.size": 9, "font.family": "DejaVu Sans"})
+    from matplotlib import pyplot as plt
+
+    names = {AS_FA3: "as FlashAttention-3 adds", DEFAULT: "attn3, exact", "the same, mode fast": "attn3, fast"}
+    colors = {AS_FA3: "#5f7d95", DEFAULT: "#e4572e", "the same, mode fast": "#f2a65a", "bfloat16": "#b8c4ce"}
+    figure, axis = plt.subplots(figsize=(6.4, 3.2))
+    for label, points in _curves().items():
+        keys, lost = zip(*sorted(points), strict=True)
+        axis.plot(keys, [100 * max(x, 1e-5) for x in lost], marker="o", color=colors.get(label), label=names.get(label, label))
+    axis.set(xscale="log", yscale="log", xlabel="keys", ylabel="lost of what V has in common, %")
+    axis.set_xticks([1 << n for n in range(10, 18, 2)], [f"{1 << n - 10}k" for n in range(10, 18, 2)])
+    axis.minorticks_off()
+    axis.axhline(0.3, color="#8fa3b3", linewidth=0.7, linestyle="--")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(PLOT, metadata={"Date": None, "Description": f"rows {_digest()}"})
+    plt.close(figure)
+
+
+def stale_plot() -> str | None:
+    """Why the plot on disk is not what the rows give, or None."""
+    if PLOT.exists() and f"rows {_digest()}" in PLOT.read_text():
+        return None
+    return f"{PLOT.name} is missing or older than the rows; run python docs/generate.py"
 
 
 if __name__ == "__main__":

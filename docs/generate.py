@@ -181,8 +181,7 @@ def out_of_date() -> list[str]:
     """What a run without --check would change."""
     contents = blocks()
     found = [page for page in PAGES if (ROOT / page).read_text() != rewritten((ROOT / page).read_text(), contents)]
-    stale = plot.stale_plot()
-    return found + ([stale] if stale else [])
+    return found + [stale for stale in (plot.stale_plot(), fp8_accuracy.stale_plot()) if stale]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         for problem in problems:
             print(f"out of date: {problem}")
         return 1 if problems else 0
+    if fp8_accuracy.stale_plot():
+        fp8_accuracy.draw_context()
     contents = blocks()
     for page in PAGES:
         path = ROOT / page
