@@ -231,6 +231,20 @@ def test_quantised_numbers_are_close_and_never_saturate():
             assert rms(got - want) < 0.03 * rms(want)
 
 
+def test_transposed_values_lie_in_the_order_of_the_kernel():
+    q, k, v = normal((2, 5, 2, 16), (2, 37, 2, 16), (2, 37, 2, 16))
+    problem = quantized_problem(Problem.of(q, k, v, seqused_k=torch.tensor([37, 20], dtype=torch.int32)), FP8())
+    got = fp8.transposed(problem)
+    assert tuple(got.shape) == fp8.transposed_shape(v) == (2, 2, 16, 48)
+    values = problem.v.view(torch.uint8)
+    for position in range(48):
+        key = position // 16 * 16 + fp8.KEY_ORDER[position % 16]
+        for b, used in enumerate((37, 20)):
+            want = values[b, key] if key < used else torch.zeros_like(values[b, 0])
+            assert torch.equal(got[b, :, :, position], want)
+    assert sorted(fp8.KEY_ORDER) == list(range(16))
+
+
 def test_zeros_and_one_row():
     zero = torch.zeros(1, 3, 2, 64, dtype=torch.bfloat16)
     out, lse = attn3.attention(zero, zero, zero, precision=FP8(), return_lse=True, backend="cpu")

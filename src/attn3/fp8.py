@@ -243,7 +243,8 @@ def transposed(p: Problem) -> Tensor:
     if some is not None:
         v = torch.where(some[..., None, None], v, torch.zeros((), dtype=torch.uint8, device=v.device))
     v = torch.nn.functional.pad(v.permute(0, 2, 3, 1), (0, -v.shape[1] % 16))
-    return v.unflatten(-1, (-1, 16))[..., torch.tensor(KEY_ORDER, device=v.device)].flatten(-2).contiguous()
+    # KEY_ORDER is a permutation of the bits of a key's number: (k3 k2 k1 k0) stands at (k2 k1 k3 k0)
+    return v.unflatten(-1, (-1, 2, 2, 2, 2)).permute(0, 1, 2, 3, 5, 6, 4, 7).flatten(3).contiguous()
 
 
 def dequantized(p: Problem, dtype: torch.dtype = torch.float64) -> Problem:
@@ -287,11 +288,10 @@ def visible_rows(p: Problem, keys: bool) -> tuple[Tensor | int, Tensor | int] | 
         begin, end = _visible(p.q.shape[1], p.k.shape[1], keys, p.window, min, max)
         return None if begin <= 0 and end >= rows else (begin, end)
     length = lambda used, x: torch.full((p.batch,), x.shape[1], device=device) if used is None else used.long()
-    low, high = (
-        lambda a, b, of=of: of(*(torch.as_tensor(n, device=device) for n in (a, b))) for of in (torch.minimum, torch.maximum)
-    )  # fmt: skip
+    filled = lambda n: n if isinstance(n, Tensor) else torch.full((), n, device=device)  # no copy from the host: can be captured
+    low, high = (lambda a, b, of=of: of(filled(a), filled(b)) for of in (torch.minimum, torch.maximum))
     found = _visible(length(p.seqused_q, p.q), length(p.seqused_k, p.k), keys, p.window, low, high)
-    begin, end = (torch.as_tensor(n, device=device).expand(p.batch) for n in found)
+    begin, end = (filled(n).expand(p.batch) for n in found)
     return begin, end
 
 

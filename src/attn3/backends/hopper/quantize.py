@@ -51,8 +51,8 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
     range_ = visible_rows(p, keys)
     visible = None
     if range_ is not None:
-        ends = [torch.as_tensor(n, dtype=torch.int32, device=x.device).expand(batch) for n in range_]
-        visible = torch.stack(ends, 1).contiguous()
+        ends = [n if isinstance(n, Tensor) else torch.full((batch,), n, device=x.device) for n in range_]
+        visible = torch.stack(ends, 1).to(torch.int32).contiguous()
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)
     parts = min(max(1, _BLOCKS // (batch * heads)), -(-rows // _PART_ROWS))
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
