@@ -151,9 +151,9 @@ def test_without_promotion_and_centering_it_would_fade(monkeypatch):
     assert lost(*lengthy("one", 4096, 64), FP8()) < 3e-3  # each of the two is enough here
 
 
-def paper_inputs(rows: int, keys: int, heads: int, dim: int) -> list[Tensor]:
+def paper_inputs(rows: int, keys: int, heads: int, dim: int, seed: int = 0) -> list[Tensor]:
     """N(0, 1) + N(0, 100) Bernoulli(0.001)"""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     draw = lambda make, n: make(1, n, heads, dim, generator=generator)
     return [
         (draw(torch.randn, n) + 10 * draw(torch.randn, n) * (draw(torch.rand, n) < 0.001)).bfloat16() for n in (rows, keys, keys)
@@ -281,13 +281,17 @@ def test_a_mean_that_stays_inside_is_promoted_on_hopper(kind, mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("keys", "heads", "ratio"), [(8192, 16, 2.6), (16384, 8, 3.0)])
-def test_the_papers_experiment(keys, heads, ratio):
-    q, k, v = on_gpu(*paper_inputs(keys, keys, heads, 128))
-    exact, _ = reference(Problem.of(q[:, ::8], k, v))
-    error = {p: rms(attn3.attention(q, k, v, precision=p, backend="hopper")[:, ::8] - exact) for p in (PLAIN, FP8())}
-    assert error[PLAIN] / error[FP8()] > ratio
-    assert keys != 8192 or error[FP8()] < 9.1e-3
+@pytest.mark.parametrize(("keys", "heads", "ratio", "largest"), [(8192, 16, 2.5, 9.5e-3), (16384, 8, 2.85, 1e-2)])
+def test_the_papers_experiment(keys, heads, ratio, largest):
+    """2.6 to 2.7 and 3.0 to 3.1 times less error than per-tensor scales: a few outliers decide, so that samples differ by 5%."""
+    total = {PLAIN: 0.0, FP8(): 0.0}
+    for seed in range(3):
+        q, k, v = on_gpu(*paper_inputs(keys, keys, heads, 128, seed))
+        exact, _ = reference(Problem.of(q[:, ::8], k, v))
+        for p in total:
+            total[p] += rms(attn3.attention(q, k, v, precision=p, backend="hopper")[:, ::8] - exact) ** 2 / 3
+    assert math.sqrt(total[PLAIN] / total[FP8()]) > ratio
+    assert math.sqrt(total[FP8()]) < largest
 
 
 @pytest.mark.gpu
