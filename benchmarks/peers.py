@@ -177,9 +177,53 @@ def make_fa4(case: Case, x: Inputs) -> Call:
     )  # fmt: skip
 
 
+def _quantised(case: Case, x: Inputs, precision: attn3.FP8) -> attn3.Quantized:
+    if case.lengths is not None or case.mask == "window":
+        raise Absent("the FP8 cells are dense batches, full or causal")
+    return attn3.quantize(x.q, x.k, x.v, precision)
+
+
+def _make_attn3_fp8(precision: attn3.FP8) -> Callable[[Case, Inputs], Call]:
+    def make(case: Case, x: Inputs) -> Call:
+        kept = _quantised(case, x, precision)
+        backend, mask = "hopper" if x.q.is_cuda else "cpu", case.attn3_mask
+        return lambda: attn3.attention(*kept, mask=mask, backend=backend)
+
+    return make
+
+
+def _make_attn3_fp8_whole(precision: attn3.FP8) -> Callable[[Case, Inputs], Call]:
+    """From 16-bit inputs: quantising counts."""
+
+    def make(case: Case, x: Inputs) -> Call:
+        if case.lengths is not None or case.mask == "window":
+            raise Absent("the FP8 cells are dense batches, full or causal")
+        backend, mask = "hopper" if x.q.is_cuda else "cpu", case.attn3_mask
+        return lambda: attn3.attention(x.q, x.k, x.v, mask=mask, precision=precision, backend=backend)
+
+    return make
+
+
+def fa3_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, causal: bool = False) -> Tensor:
+    """FlashAttention-3 over e4m3 tensors; scales (batch, kv_heads)."""
+    fa3 = _import("fa3_fwd_interface")
+    return _first(fa3.flash_attn_func(q, k, v, causal=causal, q_descale=q_scale, k_descale=k_scale, v_descale=v_scale))
+
+
+def make_fa3_fp8(case: Case, x: Inputs) -> Call:
+    _import("fa3_fwd_interface")
+    plain = attn3.FP8(scaling="tensor", rotate=False, center_k=False, center_v=False)
+    q, k, v = _quantised(case, x, plain)
+    q_scale = q.scale[:, :: case.heads // case.kv_heads].contiguous()
+    return lambda: fa3_fp8(q.data, k.data, v.data, q_scale, k.scale, v.scale, case.mask == "causal")
+
+
+FP8_NAMES = ("attn3-exact", "attn3-fast", "attn3-exact-whole", "attn3-fast-whole", "attn3-exact-blocks", "fa3-fp8")
 PROVIDERS: dict[str, Callable[[Case, Inputs], Call]] = {
     "attn3": make_attn3, "attn3-dense": make_attn3_dense, "fa2": make_fa2, "cudnn": make_cudnn, "sdpa": make_sdpa, "fa3": make_fa3,
-    "fa4": make_fa4,
+    "fa4": make_fa4, "fa3-fp8": make_fa3_fp8, "attn3-exact": _make_attn3_fp8(attn3.FP8()),
+    "attn3-fast": _make_attn3_fp8(attn3.FP8("fast")), "attn3-exact-whole": _make_attn3_fp8_whole(attn3.FP8()),
+    "attn3-fast-whole": _make_attn3_fp8_whole(attn3.FP8("fast")), "attn3-exact-blocks": _make_attn3_fp8(attn3.FP8(scaling="block")),
 }  # fmt: skip
 
 
@@ -197,6 +241,7 @@ def _first(result: Tensor | tuple) -> Tensor:
 # --- correctness
 
 
+FP8_LIMIT = 0.08  # of normal inputs, rounded to e4m3
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # ||out - reference|| / ||reference||
 
 
@@ -233,7 +278,7 @@ class Reference:
             return float("inf")
         return max(((out[where].double() - truth).norm() / truth.norm()).item() for where, truth in self.parts)
 
-    def check(self, out: Tensor, what: str) -> None:
-        error, limit = self.error(out), LIMITS[out.dtype]
+    def check(self, out: Tensor, what: str, limit: float | None = None) -> None:
+        error, limit = self.error(out), LIMITS[out.dtype] if limit is None else limit
         if not error <= limit:
             raise ArithmeticError(f"{what}: relative error {error:.2e} against float64, more than {limit:.0e}")

@@ -29,6 +29,12 @@ NAMES = {
     "cudnn": "cuDNN (PyTorch)",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
+    "attn3-exact": "attn3 FP8, exact",
+    "attn3-fast": "attn3 FP8, fast",
+    "attn3-exact-whole": "exact, from bfloat16",
+    "attn3-fast-whole": "fast, from bfloat16",
+    "attn3-exact-blocks": "exact, block scales",
+    "fa3-fp8": "FlashAttention-3 FP8",
     "sdpa": "PyTorch SDPA",
     "standard": "three PyTorch calls",
 }
@@ -158,6 +164,26 @@ def headline(found: dict[tuple, Cell]) -> str:
     )
 
 
+def fp8(rows: list[Row]) -> str:
+    """TFLOP/s of the FP8 kernels, in brackets relative to FlashAttention-3's FP8; bfloat16 beside them."""
+    found = cells(rows, _forward(lambda case: case == "fp8"))
+    if not found:
+        return NONE
+    names = ("attn3-fast", "attn3-exact", "attn3-exact-blocks", "fa3-fp8", "attn3", "attn3-fast-whole", "attn3-exact-whole")
+    lines = []
+    for key, cell in found.items():
+        by_provider = {name.partition("/")[0]: row for name, row in cell.items()}
+        values, theirs = dict(zip(SAME, key, strict=True)), _time(by_provider.get("fa3-fp8"))
+        line = [str(values[field]) for field in ("head_dim", "mask", "seqlen")]
+        for name in names:
+            row = by_provider.get(name)
+            time = _time(row)
+            ratio = f" ({theirs / time:.2f}×)" if theirs and time and name != "fa3-fp8" else ""
+            line.append(f"{row['tflops']:.0f}{ratio}" if time else "–")
+        lines.append(line)
+    return _markdown(["head dim", "mask", "seqlen", *map(_label, names)], lines)
+
+
 def host(rows: list[Row]) -> str:
     found = cells(rows, lambda row: row["pass"] == "host")
     if not found:
@@ -225,6 +251,7 @@ def blocks() -> dict[str, str]:
         "forward-means": means(plain),
         "gqa": speeds(cells(rows, _forward(lambda case: case == "gqa")), ["heads", "kv_heads", *shape]),
         "fp16": speeds(cells(rows, _forward(lambda case: case == "fp16")), shape, base="attn3/float16"),
+        "fp8": fp8(rows),
         "window": speeds(cells(rows, _forward(lambda case: case.startswith("left="))), ["head_dim", "seqlen", "case"]),
         "varlen": speeds(packed, ["head_dim", "mask", "case"]),
         "host": host(rows),

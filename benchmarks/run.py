@@ -111,6 +111,20 @@ def varlen() -> list[Cell]:
     ]
 
 
+def fp8() -> list[Cell]:
+    """Kernels over quantised inputs beside attn3's own bfloat16; ``-whole``: from 16-bit inputs, quantising included."""
+    return [
+        Cell(
+            "forward",
+            _dense(head_dim, seqlen, mask, label="fp8"),
+            _with("attn3 attn3-exact attn3-fast fa3-fp8 attn3-exact-whole attn3-fast-whole attn3-exact-blocks"),
+        )
+        for head_dim in (64, 128, 256)
+        for mask in ("dense", "causal")
+        for seqlen in (1024, 4096, 16384)
+    ]
+
+
 def host() -> list[Cell]:
     return [
         Cell("host", peers.Case(1, 128, 2, 2, 128, mask, label="eager call", lse=False), _with("attn3 sdpa fa3 fa4"))
@@ -129,11 +143,14 @@ def smoke() -> list[Cell]:
             peers.Case(5, 112, 2, 2, 64, "causal", lengths=lengths, label="five sequences"),
             _with("attn3 attn3-dense fa3"),
         ),
+        Cell("forward", peers.Case(1, 130, 2, 2, 64, "causal", label="fp8"), _with("attn3 attn3-exact attn3-fast-whole fa3-fp8")),
         Cell("host", peers.Case(1, 16, 2, 2, 64, label="eager call", lse=False), _with("attn3 sdpa")),
     ]
 
 
-TABLES = {"forward": forward, "gqa": gqa, "fp16": fp16, "window": window, "varlen": varlen, "host": host, "smoke": smoke}
+TABLES = {
+    "forward": forward, "gqa": gqa, "fp16": fp16, "window": window, "varlen": varlen, "fp8": fp8, "host": host, "smoke": smoke,
+}  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -199,6 +216,7 @@ class Run:
     rows: list[dict]
 
     def emit(self, cell: Cell, provider: str, dtype: torch.dtype, **result: Any) -> None:
+        dtype = torch.float8_e4m3fn if provider in peers.FP8_NAMES else dtype  # what the products run in
         row = row_of(self.common, cell.name, cell.case, provider, dtype, **result)
         self.rows.append(row)
         self.out.write(json.dumps(row) + "\n")
@@ -214,8 +232,9 @@ class Run:
                 try:
                     call = peers.PROVIDERS[entry[0]](cell.case, inputs)
                     _poison(inputs.q)
-                    reference.check(call(), "eager call")
-                    calls[entry] = call if cell.name == "host" else self._prepared(call, reference)
+                    limit = peers.FP8_LIMIT if entry[0] in peers.FP8_NAMES else None
+                    reference.check(call(), "eager call", limit)
+                    calls[entry] = call if cell.name == "host" else self._prepared(call, reference, limit)
                 except Exception as error:
                     self.emit(cell, *entry, error=short(error))
         if cell.name == "host":
@@ -232,11 +251,11 @@ class Run:
             card = {"sm_clock_mhz": result.sm_clock_mhz, "power_w": result.power_w}
             self.emit(cell, *entry, time_us=times, rounds=result.rounds, tflops=tflops, checked=True, **card)
 
-    def _prepared(self, call: peers.Call, reference: peers.Reference) -> Any:
+    def _prepared(self, call: peers.Call, reference: peers.Reference, limit: float | None) -> Any:
         replay = self.watch.prepare(call)
         if isinstance(replay, timing.Replay):  # the graph's own output is checked, too
             replay.out.fill_(torch.nan)
-            reference.check(replay(), "graph replay")
+            reference.check(replay(), "graph replay", limit)
         return replay
 
     def _host(self, cell: Cell, entry: tuple[str, torch.dtype], call: peers.Call) -> None:

@@ -20,15 +20,17 @@ from typing import Any
 import torch
 
 import attn3
-from attn3 import registry, settings
+from attn3 import ops, registry, settings
 from attn3.problem import Problem
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import fp8_accuracy  # noqa: E402
+import fp8_model  # noqa: E402
 import plot  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
-PAGES = ("README.md", "docs/backends.md", "docs/benchmarks.md", "docs/math.md", "docs/kernels.md")
+PAGES = ("README.md", "docs/backends.md", "docs/benchmarks.md", "docs/math.md", "docs/kernels.md", "docs/fp8.md")
 ORDER = ("hopper", "cpu", "sdpa")
 TUNED = ROOT / "src/attn3/backends/hopper/tuned.json"
 
@@ -48,6 +50,12 @@ def _dense(
     k = torch.zeros(1, key_length, kv_heads, head_dim, dtype=dtype)
     v = torch.zeros(1, key_length, kv_heads, head_dim_v or head_dim, dtype=dtype)
     return Problem.of(q, k, v, **more)
+
+
+def _fp8(precision: attn3.FP8 | None = None, **more: Any) -> Problem:
+    problem = _dense(**more)
+    problem.return_lse = precision is None
+    return ops.quantize(problem, precision or attn3.FP8())
 
 
 def _packed(**more: Any) -> Problem:
@@ -78,6 +86,9 @@ def features() -> dict[str, list[Problem]]:
         "packed sequences (cu_seqlens)": [_packed(), _packed(mask=causal)],
         "used lengths (seqused)": [_dense(seqused_k=used), _dense(seqused_q=used, mask=causal), _packed(seqused_k=used_packed)],
         "no keys, no queries": [_dense(key_length=0), _dense(query_length=0)],
+        "FP8": [_fp8(), _fp8(mask=causal, heads=8), _fp8(attn3.FP8("fast"))],
+        "FP8, packed sequences": [ops.quantize(_packed(), attn3.FP8())],
+        "FP8, softcap": [_fp8(score=attn3.Softcap(30.0))],
         "gradients": [_dense(grad=True)],
     }  # fmt: skip
 
@@ -146,6 +157,8 @@ def tiles_table() -> str:
 def blocks() -> dict[str, str]:
     return {
         **plot.blocks(),
+        **fp8_accuracy.blocks(),
+        **fp8_model.blocks(),
         "tiles": tiles_table(),
         "support": support_table(),
         "refusals": refusal_table(),
@@ -168,8 +181,7 @@ def out_of_date() -> list[str]:
     """What a run without --check would change."""
     contents = blocks()
     found = [page for page in PAGES if (ROOT / page).read_text() != rewritten((ROOT / page).read_text(), contents)]
-    stale = plot.stale_plot()
-    return found + ([stale] if stale else [])
+    return found + [stale for stale in (plot.stale_plot(), fp8_accuracy.stale_plot()) if stale]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -180,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         for problem in problems:
             print(f"out of date: {problem}")
         return 1 if problems else 0
+    if fp8_accuracy.stale_plot():
+        fp8_accuracy.draw_context()
     contents = blocks()
     for page in PAGES:
         path = ROOT / page

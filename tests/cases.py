@@ -7,13 +7,15 @@ each row runs on every backend and is judged by ``check.compare``.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from attn3.fp8 import FP8
 from attn3.masks import Causal, Full, Mask, Window, window_of
+from attn3.ops import quantize as quantized_problem
 from attn3.problem import Problem
 from attn3.scores import Softcap
 
@@ -26,6 +28,7 @@ class Case:
 
     ``values`` names a recipe of ``_fill``; ``layout_q/k/v`` one of ``_relayout``. ``poison`` fills what no result may depend on.
     ``spot`` lists the sequences to compare where the whole is too big. ``may_refuse``: a backend may decline the layout.
+    ``fp8``: the inputs are quantised, and the result is compared with attention over what they then stand for.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Case:
     gpu_only: bool = False
     spot: tuple[int, ...] | None = None
     may_refuse: bool = False
+    fp8: FP8 | None = None
 
     @property
     def packed(self) -> bool:
@@ -98,7 +102,11 @@ def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Prob
         if c.max_lengths:
             lengths |= {"max_seqlen_q": max(c.q, default=0), "max_seqlen_k": max(c.k, default=0)}
     score = None if c.softcap is None else Softcap(c.softcap)
-    return Problem.of(q, k, v, mask=c.mask, score=score, scale=c.scale, sinks=sinks, **lengths)
+    problem = Problem.of(q, k, v, mask=c.mask, score=score, scale=c.scale, sinks=sinks, **lengths)
+    if c.fp8 is None:
+        return problem
+    problem.return_lse = c.fp8.mode == "exact"
+    return quantized_problem(problem, c.fp8)
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -234,6 +242,73 @@ def _relayout(t: Tensor, kind: str | None) -> Tensor:
 
 
 C = Causal()
+
+
+FAST, BLOCK, TENSOR = FP8("fast"), FP8(scaling="block"), FP8(scaling="tensor", rotate=False, center_k=False, center_v=False)
+
+
+def _fp8_cases() -> list[Case]:
+    every = [
+        *(
+            Case(f"{mask}_dim{d}_{p.mode}", 150, 300, heads=4, head_dim=d, mask=m, fp8=p)
+            for (mask, m), d, p in product((("full", Full()), ("causal", C)), (64, 128, 256), (FP8(), FAST))
+        ),
+        Case("dim96_fp16", 70, 150, head_dim=96, dtype="float16", mask=C, fp8=FP8()),
+        Case("dim192_128", 70, 150, head_dim=192, head_dim_v=128, fp8=FP8()),
+        Case("dim72", 70, 150, head_dim=72, fp8=FP8()),
+        Case("blocks", 300, 400, batch=2, heads=4, mask=C, fp8=BLOCK),
+        Case("blocks_packed", (150, 0, 1, 129), (300, 70, 128, 257), heads=4, head_dim=128, mask=C, fp8=BLOCK),
+        Case("tensor", 150, 300, batch=2, heads=4, mask=C, fp8=TENSOR),
+        Case("tensor_packed", (70, 1), (150, 300), heads=4, fp8=TENSOR),
+        Case("mean_inside_dim256", 70, 300, head_dim=256, fp8=FP8(center_v=False)),
+        Case("channels", 70, 300, heads=4, mask=C, values="outliers", fp8=FP8(scale_v_channels=True)),
+        Case("channels_packed", (70, 1), (150, 300), heads=4, fp8=FP8(scale_v_channels=True)),
+        Case("window", 300, 400, mask=Window(100, 20), fp8=FP8()),
+        Case("window_unseen_keys_nan", 64, 700, mask=Window(50, 20), poison="nan", fp8=FP8()),
+        Case("softcap", 130, 200, heads=4, head_dim=128, mask=C, softcap=15.0, values="normal:2", fp8=FP8()),
+        Case("softcap_fast", 130, 200, heads=4, head_dim=128, mask=C, softcap=15.0, values="normal:2", fp8=FAST),
+        Case("sinks", 130, 200, heads=4, mask=C, sinks="normal", fp8=FP8()),
+        Case("sinks_fast", 130, 200, heads=4, mask=Window(60, 0), sinks="normal", fp8=FAST),
+        Case("sinks_softcap", 70, 200, heads=4, sinks="normal", softcap=5.0, values="level:3", fp8=FP8()),
+        Case("sinks_empty_rows", 90, 30, heads=4, mask=C, sinks="normal", fp8=FP8()),
+        Case("sinks_no_keys", 5, 0, heads=4, sinks="normal", fp8=FP8()),
+        Case("group8", 130, 300, heads=16, head_dim=128, mask=C, fp8=FP8()),
+        Case("more_queries", 300, 70, mask=C, fp8=FP8()),
+        Case("more_queries_fast", 300, 70, mask=C, fp8=FAST),
+        Case("decode", 1, 1000, batch=2, heads=8, head_dim=128, mask=C, fp8=FP8()),
+        Case("packed", (61, 0, 128, 1), (10, 39, 257, 0), heads=4, head_dim=128, mask=C, fp8=FP8()),
+        Case("packed_fast", (61, 0, 128, 1), (10, 39, 257, 0), heads=4, mask=C, fp8=FAST),
+        Case("packed_extra_rows", (70, 0, 130), (90, 5, 129), heads=4, mask=C, extra_rows=37, poison="nan", fp8=FP8()),
+        Case("packed_used", (150, 129, 64), (150, 200, 64), heads=4, mask=C, used_q=(140, 1, 64), used_k=(149, 185, 0),
+             poison="nan", fp8=BLOCK),
+        Case("packed_no_sequences", (), (), fp8=FP8()),
+        *(
+            Case(f"used_{bad}_{p.mode}", 150, 200, batch=3, heads=4, mask=C, used_q=(0, 131, 150), used_k=(40, 129, 200),
+                 poison=bad, fp8=p)
+            for bad, p in (("nan", FP8()), ("inf", FAST), ("nan", FAST))
+        ),
+        Case("used_window", 130, 400, batch=2, mask=Window(60, 10), used_q=(100, 130), used_k=(390, 64), poison="nan", fp8=BLOCK),
+        # probabilities must neither saturate when a block moves the maximum, nor vanish
+        *(
+            Case(f"{kind}_{p.mode}", 70, 1500, heads=1, kv_heads=1, head_dim=d, mask=C, values=kind, fp8=p)
+            for kind, d, p in product(("rise:6.24", "fall:6.24", "rise:0.5", "jump:100", "cliff:60"), (64,), (FP8(), FAST))
+        ),
+        Case("level_-150", 90, 300, heads=4, mask=C, values="level:-150", fp8=FP8()),
+        Case("level_-150_mean_inside", 90, 300, heads=4, mask=C, values="level:-150", fp8=TENSOR),
+        Case("outliers", 130, 300, heads=4, head_dim=128, mask=C, values="outliers", slack=2.0, fp8=FP8()),
+        Case("outliers_blocks", 130, 300, heads=4, head_dim=128, mask=C, values="outliers", fp8=FP8(scaling="block", rotate=False)),
+        Case("constant", 70, 300, values="constant:0.5", fp8=FP8()),
+        Case("zeros", 70, 300, values="constant:0", fp8=FP8()),
+        Case("scale_negative", 70, 150, heads=4, mask=C, scale=-0.3, fp8=FP8()),
+        Case("scale_negative_fast", 70, 150, heads=4, mask=C, scale=-0.3, fp8=FAST),
+        Case("scale_zero", 70, 150, scale=0.0, fp8=FP8()),
+        Case("layout_slices", 70, 70, batch=2, heads=4, kv_heads=4, mask=C, layout_q="slice_of_three", layout_k="slice_of_three",
+             layout_v="slice_of_three", fp8=FP8()),
+        Case("no_queries", 0, 70, fp8=FP8()),
+        Case("no_keys", 70, 0, batch=2, fp8=BLOCK),
+        Case("no_batch", 70, 70, batch=0, fp8=FP8()),
+    ]  # fmt: skip
+    return [replace(case, name=f"fp8_{case.name}") for case in every]
 
 
 def _cases() -> list[Case]:
@@ -463,6 +538,7 @@ def _cases() -> list[Case]:
         every.append(Case(f"group{group}_rows{rows}", rows, 300, batch=2, heads=2 * group, mask=mask, values="numbered_heads"))
         every.append(Case(f"group{group}_rows{rows}_normal", rows, 300, heads=2 * group, mask=mask))
 
+    every += _fp8_cases()
     names = [case.name for case in every]
     assert len(set(names)) == len(names), sorted({n for n in names if names.count(n) > 1})
     return every

@@ -13,6 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from attn3.fp8 import dequantized
 from attn3.problem import Problem
 from attn3.reference import reference
 
@@ -21,19 +22,24 @@ def compare(problem: Problem, out: Tensor, lse: Tensor, *, slack: float = 1.0) -
     """Raises AssertionError with every finding. ``slack`` multiplies the budget of a case that is ill-conditioned on purpose."""
     findings = _layout(problem, out, lse)
     if not findings:
-        dtype = problem.q.dtype
-        exact_out, exact_lse = reference(problem)
+        dtype = problem.out_dtype
+        # e4m3 tensors are judged as the numbers that they stand for
+        plain = problem if problem.fp8 is None else dequantized(problem)
+        exact_out, exact_lse = reference(plain)
         if dtype == torch.float64:
             low_out, low_lse = exact_out, exact_lse
         else:
-            round_p = None if dtype == torch.float32 else dtype
-            low_out, low_lse = reference(problem, compute_dtype=torch.float32, round_p=round_p)
+            round_p = torch.float8_e4m3fn if problem.fp8 is not None else None if dtype == torch.float32 else dtype
+            low_out, low_lse = reference(plain, compute_dtype=torch.float32, round_p=round_p)
         # float64 has no higher-precision run to measure its own error with: sums of thousands of terms lose a few bits
         ulps = 256 if dtype == torch.float64 else 4
         findings += _numbers("out", out, exact_out, low_out.to(dtype), 2 * slack, ulps)
-        findings += _numbers("lse", lse, exact_lse, low_lse.float(), 2 * slack, 4)
+        if problem.fp8 is None:
+            findings += _numbers("lse", lse, exact_lse, low_lse.float(), 2 * slack, 4)
+        elif problem.return_lse:
+            findings += _lse_fp8(lse, exact_lse, slack)
         # out is (…, rows, heads, dim) and lse (…, heads, rows); with a sink, a row without keys has a finite lse but still out 0
-        unseen = reference(dataclasses.replace(problem, sinks=None))[1] if problem.sinks is not None else exact_lse
+        unseen = reference(dataclasses.replace(plain, sinks=None))[1] if problem.sinks is not None else exact_lse
         nonzero = (out.transpose(-3, -2)[torch.isneginf(unseen)] != 0).sum().item()
         if nonzero:
             findings.append(f"out: {nonzero} elements of rows that see no key are not exactly 0")
@@ -113,7 +119,9 @@ def part(problem: Problem, out: Tensor, lse: Tensor, b: int) -> tuple[Problem, T
 
 def _layout(problem: Problem, out: Tensor, lse: Tensor) -> list[str]:
     findings = []
-    wanted = (("out", out, problem.out_shape(), problem.q.dtype), ("lse", lse, problem.lse_shape(), torch.float32))
+    wanted = [("out", out, problem.out_shape(), problem.out_dtype), ("lse", lse, problem.lse_shape(), torch.float32)]
+    if not problem.return_lse:
+        wanted.pop()
     for name, got, shape, dtype in wanted:
         if tuple(got.shape) != tuple(shape):
             findings.append(f"{name}: shape {tuple(got.shape)}, should be {tuple(shape)}")
@@ -164,6 +172,16 @@ def _numbers(name: str, got: Tensor, exact: Tensor, low: Tensor, factor: float, 
     if mean <= usual:
         return []
     return [f"{name}: root mean square error {mean:.3e} above the budget {usual:.3e} (plain run {plain:.3e})"]
+
+
+def _lse_fp8(got: Tensor, exact: Tensor, slack: float) -> list[str]:
+    """2e-3 as it is; and where scores are large, what truncated sums over head_dim lose of them."""
+    if not torch.equal(torch.isneginf(got), torch.isneginf(exact)):
+        return ["lse: -inf in the wrong places"]
+    errors = (got - exact).nan_to_num(0.0, 0.0, 0.0).abs() / (1 + exact.nan_to_num(0.0, 0.0, 0.0).abs() / 2)
+    worst = errors.max().item() if errors.numel() else 0.0
+    wrong = not worst <= 2e-3 * slack or got.isnan().any()
+    return [f"lse: error {worst:.1e} relative to 1 + |lse| / 2, above {2e-3 * slack:.1e}"] if wrong else []
 
 
 def _root_mean_square(t: Tensor) -> float:

@@ -43,6 +43,9 @@ def test_hopper(case: Case) -> None:
     reasons = registry.backends()["hopper"].refusals(problem)
     if reasons and case.may_refuse:
         return
+    if case.fp8 is not None and (problem.packed or problem.softcap or problem.head_dim % 16):
+        assert len(reasons) == 1 and "FP8" in reasons[0], reasons
+        return
     assert not reasons, reasons
     _judge(case, problem, "hopper")
 
@@ -50,7 +53,7 @@ def test_hopper(case: Case) -> None:
 def _judge(case: Case, problem: Problem, backend: str) -> None:
     with torch.no_grad(), poisoned_memory(problem):
         out, lse = ops.forward(problem, backend)
-    assert out.shape == problem.out_shape() and lse.shape == problem.lse_shape()
+    assert out.shape == problem.out_shape() and (not problem.return_lse or lse.shape == problem.lse_shape())
     if case.spot is None:
         compare(problem, out, lse, slack=case.slack)
     for b in case.spot or ():

@@ -104,8 +104,7 @@ def test_qkvpacked(qkv):
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("qv", torch.zeros(1)), ("q_descale", torch.ones(1)), ("k_descale", torch.ones(1)), ("v_descale", torch.ones(1)),
-        ("attention_chunk", 64), ("num_splits", 2), ("pack_gqa", True), ("sm_margin", 8),
+        ("qv", torch.zeros(1)), ("attention_chunk", 64), ("num_splits", 2), ("pack_gqa", True), ("sm_margin", 8),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_named(qkv, argument, value):

@@ -21,7 +21,7 @@ def test_report_belongs_to_this_code() -> None:
         assert isinstance(report["waived"], str) and report["waived"].strip(), "`waived` must hold the reason"
         return
     assert report["sources"] == sources_hash(), (
-        "the Hopper backend, problem.py, masks.py or scores.py changed since the GPU tests ran:"
+        "the Hopper backend, problem.py, masks.py, scores.py or fp8.py changed since the GPU tests ran:"
         " run `python tests/gpu/run.py` on a machine with a Hopper GPU"
     )
     assert report["failed"] == 0

@@ -12,6 +12,7 @@ import sass
 
 from attn3.backends.hopper import config, environment
 from attn3.backends.hopper.config import BackwardFeatures, Features
+from attn3.backends.hopper.config_fp8 import Fp8Features, choose
 
 MASKS = {"dense": (False, False), "right": (False, True), "left": (True, True)}
 
@@ -62,11 +63,36 @@ def tuned_backward_features() -> list[BackwardFeatures]:
     return [*rows, *more, BackwardFeatures("float16", 72, 40, packed=True)]
 
 
-def compile_and_read(features: Features | BackwardFeatures) -> sass.Sass:
-    from attn3.backends.hopper import compile
+def fp8_features() -> list[Fp8Features]:
+    """Both modes of every tile, dense and causal, and the options that change the loops."""
+    common = [
+        Fp8Features("bfloat16", d, d, fast=fast, promoted=d < 256 or not fast, right=right, lse=not fast)
+        for d in (64, 128, 256)
+        for fast in (False, True)
+        for right in (False, True)
+    ]
+    causal = Fp8Features("float16", 128, 128, right=True)
+    wide = replace(causal, head_dim=256, head_dim_v=256)
+    windowed = replace(causal, left=True, sinks=True, shift=True)
+    more = [
+        *(replace(f, blocks=True) for f in common if not f.right),
+        replace(wide, mean=False, fast=True, lse=False),  # promoted at 256: PV in parts
+        replace(wide, promoted=False),
+        replace(windowed, negative_scale=True, seqused_q=True, seqused_k=True, channels=True),
+        replace(windowed, head_dim=64, head_dim_v=64),
+        replace(windowed, head_dim=256, head_dim_v=256, seqused_k=True),
+        replace(causal, head_dim=96, head_dim_v=80),
+        replace(causal, head_dim=192, head_dim_v=128, mean=False),
+    ]
+    return [*common, *more]
 
+
+def compile_and_read(features: Features | Fp8Features) -> sass.Sass:
+    from attn3.backends.hopper import compile, compile_fp8
+
+    builder = compile_fp8 if isinstance(features, Fp8Features) else compile
     with tempfile.TemporaryDirectory() as folder:
-        compile.build(features, options=f"--keep-cubin --dump-dir {folder}")
+        builder.build(features, options=f"--keep-cubin --dump-dir {folder}")
         (cubin,) = Path(folder).glob("*.cubin")
         return sass.read(cubin)
 
@@ -84,11 +110,19 @@ def products_once(features: Features) -> int:
     return loops * (qk + pv) + 2 * qk + pv + half * (qk + pv + pv // 2)
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[Features | BackwardFeatures, sass.Sass]:
-    every = [*tuned_features(), *tuned_backward_features()]
+def compile_all(every: list) -> dict[Features | BackwardFeatures | Fp8Features, sass.Sass]:
     with ProcessPoolExecutor(2) as pool:
         return dict(zip(every, pool.map(compile_and_read, every), strict=True))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[Features | BackwardFeatures, sass.Sass]:
+    return compile_all([*tuned_features(), *tuned_backward_features()])
+
+
+@pytest.fixture(scope="module")
+def compiled_fp8() -> dict[Fp8Features, sass.Sass]:
+    return compile_all(fp8_features())
 
 
 @needs_compiler
@@ -114,6 +148,23 @@ def test_backward_machine_code(compiled: dict[Features | BackwardFeatures, sass.
     assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
     assert code.reductions == code.reductions // 8 * 8 > 0, "dQ is added 16 bytes at a time"
     assert code.instructions < 7000
+
+
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize("features", fp8_features(), ids=str)
+def test_machine_code_fp8(compiled_fp8: dict[Fp8Features, sass.Sass], features: Fp8Features) -> None:
+    code = compiled_fp8[features]
+    assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
+    assert code.products > 2 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
+    assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
+    assert code.instructions < 6000
+    # the fast mode takes exp2 of the rows' rescaling only
+    assert code.exponentials < 24 if features.fast else code.exponentials > 24
+    tile, _, _ = choose(features)
+    if tile.parts == 1 and not tile.late:
+        # else PV is waited for before the row maxima are done, and does not overlap with them
+        assert code.maxima_between_waits >= tile.block_keys // 2
 
 
 def test_every_row_fits_its_budgets() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from attn3 import ops
 from attn3.errors import AttentionError
+from attn3.fp8 import FP8, Quantized, QuantizedTensor, scales_of
 from attn3.masks import Mask
 from attn3.problem import Problem
 from attn3.scores import Score
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedTensor,
+    k: Tensor | QuantizedTensor,
+    v: Tensor | QuantizedTensor,
     *,
     mask: Mask | None = None,
     score: Score | None = None,
@@ -24,6 +27,7 @@ def attention(
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: FP8 | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * q k^T) v``, over a dense batch.
@@ -41,27 +45,29 @@ def attention(
         return_lse: also return the log-sum-exp.
         deterministic: gradients repeat bitwise, at the cost of some speed of the Hopper backward pass. The same happens under
             ``torch.use_deterministic_algorithms(True)``. Everything else always repeats bitwise.
+        precision: ``FP8(…)`` quantises q, k and v and computes in FP8; None is the inputs' own. Instead of tensors, the quantised
+            ones that ``quantize`` returned may be passed: ``attention(*quantize(q, k, v))``.
         backend: "hopper", "cpu" or "sdpa"; None takes the first that can run the call.
 
     Returns:
-        out (batch, query_length, heads, head_dim_v) in q's dtype, contiguous; with ``return_lse`` also lse (batch, heads,
-        query_length) float32, the natural logarithm of the softmax's denominator, sink included. A row that sees no key gives
-        out exactly 0 and lse exactly -inf (lse = sink with a sink).
+        out (batch, query_length, heads, head_dim_v) in q's dtype (that of what was quantised), contiguous; with ``return_lse``
+        also lse (batch, heads, query_length) float32, the natural logarithm of the softmax's denominator, sink included. A row
+        that sees no key gives out exactly 0 and lse exactly -inf (lse = sink with a sink).
 
     Raises:
         AttentionError: the arguments do not fit together (a ValueError).
         Unsupported: no backend, or not the named one, can run the call (a NotImplementedError); lists every reason.
     """
-    problem = Problem.of(q, k, v, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k,
-                         return_lse=return_lse, deterministic=deterministic)  # fmt: skip
+    problem = _problem(q, k, v, precision, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q,
+                       seqused_k=seqused_k, return_lse=return_lse, deterministic=deterministic)  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
 
 
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedTensor,
+    k: Tensor | QuantizedTensor,
+    v: Tensor | QuantizedTensor,
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -75,6 +81,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: FP8 | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over packed sequences of different lengths; sequence b attends to sequence b only.
@@ -95,10 +102,62 @@ def varlen_attention(
     """
     if cu_seqlens_q is None:
         raise AttentionError("cu_seqlens_q is None; pass the int32 offsets of the packed sequences, or call attention()")
-    problem = Problem.of(
-        q, k, v, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    problem = _problem(
+        q, k, v, precision, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
+
+
+def quantize(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    precision: FP8 | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Quantized:
+    """q, k and v in e4m3, to be kept and passed to ``attention(*quantized, …)`` or ``varlen_attention``.
+
+    Args:
+        q, k, v: as ``attention`` (with cu_seqlens ``varlen_attention``) takes them, float16 or bfloat16, float32 on the CPU. q may
+            be None, and so may k and v together: a cache of keys is quantised once and met by queries that come later.
+        precision: the settings; None is ``FP8()``. Everything that meets in a call must have been quantised with the same.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in ``attention``. Rows outside are not read and become zeros.
+
+    Returns:
+        ``Quantized(q, k, v)``.
+
+    Raises:
+        AttentionError: the arguments do not fit together.
+        Unsupported: an input requires grad.
+    """
+    precision = FP8() if precision is None else precision
+    if (k is None) != (v is None) or (q is None and k is None):
+        raise AttentionError("k and v are quantised together; pass q, or k and v, or all three")
+    if cu_seqlens_q is None and cu_seqlens_k is not None and q is not None:
+        raise AttentionError("cu_seqlens_q is None and cu_seqlens_k is given; pass both for packed sequences")
+    # the side that is missing stands for itself in the checks
+    cu_q = cu_seqlens_k if q is None else cu_seqlens_q
+    cu_k = cu_seqlens_q if k is None else cu_seqlens_k
+    problem = Problem.of(
+        k if q is None else q, q if k is None else k, q if v is None else v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+        seqused_q=seqused_q, seqused_k=seqused_k,
+    )  # fmt: skip
+    q_parts, k_parts, v_parts = ops.quantize_tensors(problem, precision, q is not None, k is not None)
+    new = lambda parts: None if parts is None else QuantizedTensor(*parts[:3], precision, problem.q.dtype, parts[3])
+    return Quantized(new(q_parts), new(k_parts), new(v_parts))
+
+
+def _problem(q: Any, k: Any, v: Any, precision: FP8 | None, **options: Any) -> Problem:
+    if precision is None and type(q) is not QuantizedTensor and type(k) is not QuantizedTensor and type(v) is not QuantizedTensor:
+        return Problem.of(q, k, v, **options)
+    if any(isinstance(t, QuantizedTensor) for t in (q, k, v)):
+        q, k, v, scales = scales_of(q, k, v, precision)
+        return Problem.of(q, k, v, fp8=scales, **options)
+    return ops.quantize(Problem.of(q, k, v, **options), precision)

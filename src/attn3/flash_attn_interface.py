@@ -15,18 +15,24 @@ Arguments that steer how FA3 schedules a call and not what it computes:
 - ``sm_margin``: 0 runs. Anything else is refused.
 - ``deterministic``: gradients repeat bitwise. attn3's forward does so either way.
 
-What attn3 cannot compute yet (``qv``, the FP8 scales, ``attention_chunk``) raises ``Unsupported``, a NotImplementedError that
+q, k and v in float8_e4m3fn are attended in FP8. ``q_descale``, ``k_descale`` and ``v_descale`` are float32 of shape (batch,
+kv_heads), one number for each sequence and KV head (q's too, as in FA3), or a single number; None is 1. The output is bfloat16.
+Unlike FA3's kernel, every block of keys is added in float32 and no part of V is lost over long contexts.
+
+What attn3 cannot compute yet (``qv``, ``attention_chunk``) raises ``Unsupported``, a NotImplementedError that
 names the argument; nothing is ignored silently.
 """
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, Sequence
 
+import torch
 from torch import Tensor
 
 from attn3.api import attention, varlen_attention
 from attn3.errors import AttentionError, Unsupported
+from attn3.fp8 import E4M3, FP8, QuantizedTensor
 from attn3.masks import Mask
 from attn3.problem import mask_from_window
 from attn3.scores import Softcap
@@ -70,7 +76,8 @@ def flash_attn_func(
     Raises:
         AttentionError, Unsupported: as for ``attn3.attention``.
     """
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    _refuse(qv, attention_chunk, num_splits, pack_gqa, sm_margin)
+    q, k, v = _with_descales(q, k, v, q_descale, k_descale, v_descale, None)
     return attention(
         q, k, v, mask=_mask(causal, window_size), score=_score(softcap), scale=softmax_scale, return_lse=return_attn_probs,
         deterministic=deterministic,
@@ -117,7 +124,8 @@ def flash_attn_varlen_func(
     Raises:
         AttentionError, Unsupported: as for ``attn3.varlen_attention``.
     """
-    _refuse(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    _refuse(qv, attention_chunk, num_splits, pack_gqa, sm_margin)
+    q, k, v = _with_descales(q, k, v, q_descale, k_descale, v_descale, cu_seqlens_q)
     return varlen_attention(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         seqused_q=seqused_q, seqused_k=seqused_k, mask=_mask(causal, window_size), score=_score(softcap), scale=softmax_scale,
@@ -147,8 +155,9 @@ def flash_attn_qkvpacked_func(
             the query heads first, then the keys', then the values'.
         The others: as for ``flash_attn_func``.
     """
-    _refuse(None, q_descale, k_descale, v_descale, attention_chunk, 1, None, sm_margin)
+    _refuse(None, attention_chunk, 1, None, sm_margin)
     q, k, v = _unpack(qkv, num_heads_q)
+    q, k, v = _with_descales(q, k, v, q_descale, k_descale, v_descale, None)
     return attention(
         q, k, v, mask=_mask(causal, window_size), score=_score(softcap), scale=softmax_scale, return_lse=return_attn_probs,
         deterministic=deterministic,
@@ -174,6 +183,49 @@ def _unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tenso
     return qkv.split([num_heads_q, rest // 2, rest // 2], dim=2)
 
 
+# what is known of tensors that came quantised: nothing was rotated, and no mean was taken out
+_AS_GIVEN = FP8(rotate=False, center_k=False, center_v=False)
+
+
+def _with_descales(
+    q: Any, k: Any, v: Any, q_descale: Any, k_descale: Any, v_descale: Any, cu_seqlens_q: Any
+) -> tuple[Any, Any, Any]:
+    """q, k and v as they are, or quantised tensors where they are in e4m3."""
+    given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    tensors = (q, k, v)
+    if not any(isinstance(t, Tensor) and t.dtype == E4M3 for t in tensors):
+        for name, descale in given.items():
+            if descale is not None:
+                dtype = getattr(tensors["qkv".index(name[0])], "dtype", None)
+                raise AttentionError(f"{name} is given and {name[0]} has dtype {dtype}; descales belong to float8_e4m3fn tensors")
+        return tensors
+    for name, t in zip("qkv", tensors, strict=True):
+        if not isinstance(t, Tensor) or t.dtype != E4M3 or t.dim() < 3:
+            what = f"{tuple(t.shape)} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__
+            raise AttentionError(f"{name} is {what} and another of q, k, v float8_e4m3fn; pass all three in e4m3")
+    batch = cu_seqlens_q.shape[0] - 1 if isinstance(cu_seqlens_q, Tensor) else q.shape[0]
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    scales = [_descale(name, descale, batch, kv_heads, q.device) for name, descale in given.items()]
+    if kv_heads and heads % kv_heads == 0:
+        scales[0] = scales[0].repeat_interleave(heads // kv_heads, 1)  # attn3's own scale of q is one for each query head
+    return tuple(QuantizedTensor(t, s, None, _AS_GIVEN, torch.bfloat16) for t, s in zip(tensors, scales, strict=True))
+
+
+def _descale(name: str, descale: Any, batch: int, kv_heads: int, device: torch.device) -> Tensor:
+    if descale is None:
+        descale = 1.0
+    if not isinstance(descale, Tensor):
+        if isinstance(descale, bool) or not isinstance(descale, (int, float)):
+            raise AttentionError(f"{name} is {type(descale).__name__}; pass a float32 tensor (batch, kv_heads), or one number")
+        descale = torch.full((), float(descale), device=device)
+    if not descale.dtype.is_floating_point or descale.device != device:
+        raise AttentionError(f"{name} is {descale.dtype} on {descale.device}; pass float32 on {device}, where q is")
+    if descale.numel() != 1 and tuple(descale.shape) != (batch, kv_heads):
+        got = tuple(descale.shape)
+        raise AttentionError(f"{name} has shape {got}; pass (batch, kv_heads) = ({batch}, {kv_heads}), or one number")
+    return (descale.reshape(()) if descale.numel() == 1 else descale).float().expand(batch, kv_heads)
+
+
 def _mask(causal: bool, window_size: Sequence[int | None]) -> Mask:
     try:
         left, right = window_size
@@ -192,9 +244,6 @@ def _score(softcap: float) -> Softcap | None:
 
 def _refuse(
     qv: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
     attention_chunk: int,
     num_splits: int,
     pack_gqa: bool | None,
@@ -202,9 +251,6 @@ def _refuse(
 ) -> None:
     if qv is not None:
         raise Unsupported("qv is a tensor; the absorbed (MLA) form is not supported, leave it out")
-    for name, descale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if descale is not None:
-            raise Unsupported(f"{name} is a tensor; FP8 inputs are not supported, pass float16 or bfloat16 and no {name}")
     if attention_chunk:
         raise Unsupported(f"attention_chunk is {attention_chunk}; chunked attention is not supported, pass 0")
     if num_splits not in (0, 1):

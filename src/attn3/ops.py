@@ -1,17 +1,23 @@
 """The dispatcher ops ``attn3::forward`` and ``attn3::backward``, autograd over them, and the eager short cut around them.
 
+``attn3::quantize_fp8`` and ``attn3::forward_fp8`` are the ops of FP8 attention, which has no gradient.
+
 The ops are what ``torch.compile``, export, selective checkpointing and FLOP counters see. An eager call without any of those
 that needs no gradient skips the dispatcher (several microseconds of host time) and runs the same function.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attn3 import registry
+from attn3 import fp8, registry
 from attn3.errors import Unsupported
+from attn3.fp8 import FP8, Scales
 from attn3.problem import Problem, mask_from_window
 from attn3.scores import Softcap
 
@@ -25,6 +31,19 @@ _LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}) -> (Tenso
 _LIBRARY.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, *, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+_LIBRARY.define(
+    "quantize_fp8(Tensor q, Tensor k, Tensor v, *, SymInt? window_left=None, SymInt? window_right=None, Tensor? cu_seqlens_q=None,"
+    " Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, str scaling, bool rotate, int seed, bool center_k,"
+    " bool center_v, bool scale_v_channels)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_LIBRARY.define(
+    "forward_fp8(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, Tensor? k_mean, Tensor? v_mean,"
+    f" Tensor? v_t, *, bool blocks, str mode, ScalarType out_dtype, bool return_lse, {_OPTIONS}) -> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -64,6 +83,56 @@ def _backward_fake(dout, dlse, q, k, v, out, lse, *, sinks=None, **_):
     return *(t.new_empty(t.shape) for t in (q, k, v)), q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
+def _quantize_op(q, k, v, *, scaling, rotate, seed, center_k, center_v, scale_v_channels, **options):
+    """(q, k, v, their scales, k_mean, v_mean, v transposed); without elements what was not made."""
+    problem = _problem(q, k, v, scale=1.0, **options)
+    precision = FP8("exact", scaling, rotate, seed, center_k, center_v, scale_v_channels)
+    q, k, v = quantize_tensors(problem, precision)
+    optional = (q[1].new_empty(0) if t is None else t for t in (k[2], v[2], v[3]))
+    return q[0], k[0], v[0], q[1], k[1], v[1], *optional
+
+
+def _quantize_fake(q, k, v, *, scaling, rotate, seed, center_k, center_v, scale_v_channels, cu_seqlens_q=None, **_):
+    packed = cu_seqlens_q is not None
+    batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
+    new = lambda *shape: q.new_empty(shape, dtype=torch.float32)
+    data = [torch.empty(t.shape, dtype=fp8.E4M3, device=t.device) for t in (q, k, v)]
+    heads, kv_heads, dim, dim_v = q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1]
+    if scaling == "block":
+        scales = [new(*fp8.block_shape(batch, t.shape[-2], t.shape[-3], block, packed))
+                  for t, block in ((q, fp8.Q_BLOCK), (k, fp8.K_BLOCK))]  # fmt: skip
+    else:
+        scales = [new(batch, heads), new(batch, kv_heads)]
+    scales.append(new(batch, kv_heads, dim_v) if scale_v_channels else new(batch, kv_heads))
+    means = [new(batch, kv_heads, n) if center else new(0) for center, n in ((center_k, dim), (center_v, dim_v))]
+    v_t = new(0)
+    problem = Problem(q, k, v, mask_from_window(None, None), None, 1.0, cu_seqlens_q=cu_seqlens_q)
+    precision = FP8("exact", scaling, rotate, seed, center_k, center_v, scale_v_channels)
+    if registry.backends()["hopper"].can_quantize(problem, precision):
+        v_t = torch.empty(fp8.transposed_shape(v), dtype=torch.uint8, device=v.device)
+    return *data, *scales, *means, v_t
+
+
+def _forward_fp8_op(
+    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, v_t, *, blocks, mode, out_dtype, return_lse, backend=None, **options
+):
+    problem = _problem(q, k, v, **options)
+    problem.return_lse, problem.fp8 = return_lse, Scales(q_scale, k_scale, v_scale, k_mean, v_mean, blocks, mode, out_dtype, v_t)
+    out, lse = registry.select(problem, backend).forward(problem)
+    return out, torch.empty(0, device=q.device) if not return_lse or lse is None else lse
+
+
+def _forward_fp8_fake(
+    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, v_t, *, out_dtype, return_lse, cu_seqlens_q=None, **_
+):  # fmt: skip
+    out, lse = _forward_fake(q.new_empty(q.shape, dtype=out_dtype), k, v, cu_seqlens_q=cu_seqlens_q)
+    return out, lse if return_lse else lse.new_empty(0)
+
+
+_LIBRARY.impl("quantize_fp8", _quantize_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("forward_fp8", _forward_fp8_op, "CompositeExplicitAutograd")
+torch.library.register_fake("attn3::quantize_fp8", _quantize_fake, lib=_LIBRARY)
+torch.library.register_fake("attn3::forward_fp8", _forward_fp8_fake, lib=_LIBRARY)
 _LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("backward", _backward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("attn3::forward", _forward_fake, lib=_LIBRARY)
@@ -138,8 +207,60 @@ class _Gradient(torch.autograd.Function):
         )
 
 
+def quantize(problem: Problem, precision: FP8) -> Problem:
+    """The problem over e4m3 tensors, through the dispatcher whenever somebody listens there."""
+    fp8.check_quantizable(problem, precision)
+    fp8.check_mode(precision.mode, problem.return_lse)
+    _check_not_transformed()
+    if not torch.compiler.is_compiling() and not _observed(problem):
+        return fp8.with_scales(problem, precision, *quantize_tensors(problem, precision))
+    p, f, (left, right) = problem, precision, problem.window
+    q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, v_t = torch.ops.attn3.quantize_fp8(
+        p.q, p.k, p.v, window_left=left, window_right=right, cu_seqlens_q=p.cu_seqlens_q, cu_seqlens_k=p.cu_seqlens_k,
+        seqused_q=p.seqused_q, seqused_k=p.seqused_k, scaling=f.scaling, rotate=f.rotate, seed=f.seed, center_k=f.center_k,
+        center_v=f.center_v, scale_v_channels=f.scale_v_channels,
+    )  # fmt: skip
+    scales = Scales(q_scale, k_scale, v_scale, k_mean if f.center_k else None, v_mean if f.center_v else None,
+                    f.scaling == "block", f.mode, p.q.dtype, v_t if v_t.numel() else None)  # fmt: skip
+    return dataclasses.replace(p, q=q, k=k, v=v, fp8=scales)
+
+
+def quantize_tensors(problem: Problem, precision: FP8, q: bool = True, kv: bool = True) -> tuple[Any, Any, Any]:
+    """The e4m3 ``fp8.Parts`` of q, k and v; None for what is not wanted."""
+    fp8.check_quantizable(problem, precision)
+    by = registry.backends()["hopper"]
+    by = by if by.can_quantize(problem, precision) else fp8
+    with torch.no_grad():
+        return by.quantize_q(problem, precision) if q else None, *(by.quantize_kv(problem, precision) if kv else (None, None))
+
+
+def _forward_fp8(p: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    _check_not_transformed()
+    if not torch.compiler.is_compiling() and not _observed(p):
+        return registry.select(p, backend).forward(p)
+    s, (left, right) = p.fp8, p.window
+    return torch.ops.attn3.forward_fp8(
+        p.q, p.k, p.v, s.q, s.k, s.v, s.k_mean, s.v_mean, s.v_t, blocks=s.blocks, mode=s.mode, out_dtype=s.out_dtype,
+        return_lse=p.return_lse, scale=p.scale, window_left=left, window_right=right, softcap=p.softcap, sinks=p.sinks,
+        cu_seqlens_q=p.cu_seqlens_q, cu_seqlens_k=p.cu_seqlens_k, seqused_q=p.seqused_q, seqused_k=p.seqused_k,
+        max_seqlen_q=p.max_seqlen_q, max_seqlen_k=p.max_seqlen_k, backend=backend,
+    )  # fmt: skip
+
+
+def _check_not_transformed() -> None:
+    if torch.compiler.is_compiling():
+        return
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Unsupported(
+            "FP8 attention runs inside a torch.func transform or forward-mode differentiation (grad, vmap, jvp …), which it has no"
+            " rules for; leave precision out there"
+        )
+
+
 def forward(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of a checked problem, through the dispatcher whenever somebody listens there. lse may be None if not asked for."""
+    if problem.fp8 is not None:
+        return _forward_fp8(problem, backend)
     if torch.compiler.is_compiling():
         return _differentiably(problem, backend) if problem.needs_grad else _through_dispatcher(problem, backend)
     if _observed(problem):

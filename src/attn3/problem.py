@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attn3 import settings
-from attn3.errors import AttentionError
+from attn3.errors import AttentionError, Unsupported
+from attn3.fp8 import E4M3, Scales, check_mode, check_scales
 from attn3.masks import Causal, Full, Mask, Window, window_of
 from attn3.scores import Score, Softcap
 
@@ -49,6 +50,7 @@ class Problem:
     max_seqlen_k: int | None = None
     return_lse: bool = True  # False: the backend may leave lse out and return None for it
     deterministic: bool = False  # gradients repeat bitwise
+    fp8: Scales | None = None  # with q, k and v in e4m3: what they stand for
 
     @staticmethod
     def of(
@@ -68,10 +70,11 @@ class Problem:
         max_seqlen_k: int | None = None,
         return_lse: bool = True,
         deterministic: bool = False,
+        fp8: Scales | None = None,
     ) -> Problem:
         packed = cu_seqlens_q is not None
         q, k, v = _autocast(q, k, v)
-        _check_tensors(q, k, v, packed)
+        _check_tensors(q, k, v, packed, fp8 is not None)
         if mask is None:
             mask = _FULL
         elif mask is not _FULL:
@@ -84,7 +87,7 @@ class Problem:
             raise AttentionError(f"scale is {scale!r}; pass a finite Python number (head_dim ** -0.5 is the default)")
         problem = Problem(
             q, k, v, mask, score, float(scale), sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-            return_lse, deterministic,
+            return_lse, deterministic, fp8,
         )  # fmt: skip
         if sinks is not None:
             _check_sinks(sinks, q)
@@ -92,6 +95,14 @@ class Problem:
             _check_packed(problem)
         if seqused_q is not None or seqused_k is not None:
             _check_used(problem)
+        if fp8 is not None:
+            check_mode(fp8.mode, return_lse)
+            check_scales(problem, fp8)
+            if problem.needs_grad:
+                raise Unsupported(
+                    "an input requires grad and FP8 attention has no backward pass; train in bfloat16 or float16, or call it under"
+                    " torch.no_grad()"
+                )
         return problem
 
     @property
@@ -135,6 +146,10 @@ class Problem:
             or (self.sinks is not None and self.sinks.requires_grad)
         )
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.q.dtype if self.fp8 is None else self.fp8.out_dtype
+
     def out_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.v.shape[-1])
 
@@ -154,6 +169,8 @@ class Problem:
             parts.append(repr(self.score))
         if self.sinks is not None:
             parts.append("sinks")
+        if self.fp8 is not None:
+            parts.append(f"FP8 {self.fp8.mode}")
         return ", ".join(parts)
 
 
@@ -182,7 +199,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, fp8: bool) -> None:
     rank, q_shape, k_shape, v_shape = 3 if packed else 4, q.shape, k.shape, v.shape
     if len(q_shape) != rank or len(k_shape) != rank or len(v_shape) != rank:
         name, got = next((n, t) for n, t in (("q", q_shape), ("k", k_shape), ("v", v_shape)) if len(t) != rank)
@@ -192,7 +209,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         raise AttentionError(
             f"q, k, v have dtype {dtype}, {k.dtype}, {v.dtype}; cast them to one dtype (torch.autocast does it, too)"
         )
-    if dtype not in DTYPES:
+    if fp8:
+        if dtype != E4M3:
+            raise AttentionError(f"q, k, v have dtype {dtype} and FP8 scales; pass float8_e4m3fn with them")
+    elif dtype == E4M3:
+        raise AttentionError(
+            "q, k, v have dtype torch.float8_e4m3fn and no scales; pass what attn3.quantize returned, or call"
+            " attn3.flash_attn_interface.flash_attn_func with q_descale, k_descale and v_descale"
+        )
+    elif dtype not in DTYPES:
         raise AttentionError(f"q has dtype {dtype}; pass float16 or bfloat16 (on the CPU also float32 or float64)")
     device = q.device
     if k.device != device or v.device != device:

@@ -131,7 +131,8 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softca
     empty = total == 0
     safe_total = total.masked_fill(empty, 1.0)
     if round_p is not None:
-        p = p + (p.detach().to(round_p).to(p.dtype) - p.detach())
+        held = 256.0 if round_p == torch.float8_e4m3fn else 1.0  # 8 bits have little below 1; kernels hold P times 2^8
+        p = p + ((p.detach() * held).to(round_p).to(p.dtype) / held - p.detach())
     out = torch.einsum("bhgij,bjhd->bhgid", p, v) / safe_total
     lse = (top + safe_total.log()).masked_fill(empty, -math.inf).squeeze(-1)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)

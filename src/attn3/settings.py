@@ -10,6 +10,7 @@ VARIABLES = {
     "ATTN3_CACHE_DIR": "folder of the compiled kernels (default: the user's cache folder)",
     "ATTN3_NO_CACHE": "1: neither read nor write compiled kernels on disk",
     "ATTN3_CHECKS": "1: also check values that live on the device (cu_seqlens in order, used lengths in range); synchronises",
+    "ATTN3_FP8_FLOAT32": "1: the cpu backend adds FP8 products in float32, not as a tensor core does: faster, a little too good",
     "ATTN3_QUIET": "1: no spinner while a kernel compiles",
 }
 
@@ -42,6 +43,10 @@ def disk_cache_enabled() -> bool:
 
 def value_checks() -> bool:
     return _flag("ATTN3_CHECKS")
+
+
+def fp8_float32() -> bool:
+    return _flag("ATTN3_FP8_FLOAT32")
 
 
 def quiet() -> bool:

@@ -13,7 +13,7 @@ def hashed_files(root: Path = ROOT) -> list[Path]:
     """The Hopper backend's files and the modules whose lines it traces, by their path relative to the repository."""
     package = root / "src" / "attn3"
     hopper = package / "backends" / "hopper"
-    traced = (package / f"{name}.py" for name in ("problem", "masks", "scores"))
+    traced = (package / f"{name}.py" for name in ("problem", "masks", "scores", "fp8"))
     files = {*hopper.rglob("*.py"), *hopper.rglob("*.json"), *traced}
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 

@@ -43,9 +43,14 @@ class CpuBackend:
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor]:
         p = problem
         # zeros and -inf are the answer for every row that the loops below do not reach
-        out = p.q.new_zeros(p.out_shape())
-        lse = p.q.new_full(p.lse_shape(), -math.inf, dtype=torch.float32)
-        run(p, out, lse)
+        out = torch.zeros(p.out_shape(), dtype=p.out_dtype, device=p.q.device)
+        lse = torch.full(p.lse_shape(), -math.inf, dtype=torch.float32, device=p.q.device)
+        if p.fp8 is None:
+            run(p, out, lse)
+        else:
+            from attn3.backends import cpu_fp8
+
+            cpu_fp8.run(p, out, lse)
         return out, lse
 
     def backward(

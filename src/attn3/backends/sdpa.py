@@ -28,6 +28,8 @@ class SdpaBackend:
     def refusals(self, problem: Problem) -> list[str]:
         p = problem
         reasons = []
+        if p.fp8 is not None:
+            reasons.append("FP8 is not supported; leave precision out, or use another backend")
         if p.packed:
             reasons.append("packed sequences (cu_seqlens_q) are not supported; pad them, or use another backend")
         if p.seqused_q is not None or p.seqused_k is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from attn3.backends.hopper import config, environment, launch
 
 if TYPE_CHECKING:
+    from attn3.fp8 import FP8, Parts
     from attn3.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -29,7 +30,11 @@ class HopperBackend:
             reasons.append(f"q is on {device}; CUDA tensors on a Hopper GPU are needed")
         else:
             reasons.extend(environment.device_reasons(device.index))
-        if problem.q.dtype not in DTYPES:
+        if problem.fp8 is not None:
+            from attn3.backends.hopper import launch_fp8
+
+            reasons.extend(launch_fp8.reasons(problem))
+        elif problem.q.dtype not in DTYPES:
             reasons.append(f"q has dtype {problem.q.dtype}; float16 or bfloat16 is needed")
         if problem.needs_grad and problem.head_dim_v > MAX_HEAD_DIM_V:
             limit = f"the backward pass takes up to {MAX_HEAD_DIM_V}"
@@ -41,18 +46,50 @@ class HopperBackend:
         q = problem.q
         return (
             q.is_cuda
-            and q.dtype in DTYPES
+            and (q.dtype in DTYPES if problem.fp8 is None else self._accepts_fp8(problem))
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
             and (problem.v.shape[-1] <= MAX_HEAD_DIM_V or not problem.needs_grad)
         )
 
+    def _accepts_fp8(self, problem: Problem) -> bool:
+        from attn3.backends.hopper import launch_fp8
+
+        return not launch_fp8.reasons(problem)
+
+    def can_quantize(self, problem: Problem, precision: FP8) -> bool:
+        """Is there a kernel that quantises q, k and v like this? ``attn3.fp8`` does it otherwise."""
+        q = problem.q
+        if not q.is_cuda or environment.software_reasons() or environment.device_reasons(q.device.index):
+            return False
+        from attn3.backends.hopper import quantize
+
+        return quantize.fits(problem, precision)
+
+    def quantize_q(self, problem: Problem, precision: FP8) -> Parts:
+        from attn3.backends.hopper import quantize
+
+        return quantize.of_q(problem, precision)
+
+    def quantize_kv(self, problem: Problem, precision: FP8) -> tuple[Parts, Parts]:
+        from attn3.backends.hopper import quantize
+
+        return quantize.of_kv(problem, precision)
+
     def tile(self, problem: Problem) -> str:
         """The tile that a call gets, in words."""
+        if problem.fp8 is not None:
+            from attn3.backends.hopper import config_fp8, launch_fp8
+
+            return str(config_fp8.choose(launch_fp8.features_of(problem))[0])
         row = config.choose(launch.features_of(problem))
         return f"{row.tile} for {row.label}; {row.provenance}"
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        if problem.fp8 is not None:
+            from attn3.backends.hopper import launch_fp8
+
+            return launch_fp8.forward(problem)
         return launch.forward(problem)
 
     def backward(

@@ -34,6 +34,7 @@ ARCH = "sm_90a"
 SYMBOL = "attn3_kernel"
 _HERE = Path(__file__).parent
 _SOURCES = (*sorted(_HERE.glob("kernels/*.py")), *sorted(_HERE.glob("parts/*.py")), _HERE / "config.py", _HERE / "compile.py",
+            _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE.parents[1] / "fp8.py",
             _HERE.parents[1] / "masks.py")  # fmt: skip
 _kernels: dict[AnyFeatures, Callable[..., None]] = {}
 _lock = threading.Lock()

@@ -1,0 +1,66 @@
+"""16-bit q, k and v -> e4m3 with one scale for each sequence and head, by the quantising kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn3.backends.hopper import compile_fp8
+from attn3.backends.hopper.compile_fp8 import QuantizeFeatures
+from attn3.backends.hopper.launch import _for_tma
+from attn3.fp8 import E4M3, FP8, signs, transposed_shape, visible_rows
+
+if TYPE_CHECKING:
+    from attn3.fp8 import Parts
+    from attn3.problem import Problem
+
+HEAD_DIMS = (64, 128, 256)
+_MOST = 65535  # blocks of a grid in its second and third dimension
+_BLOCKS = 1024  # of the first kernel, about: some for each multiprocessor, and few parts to put together
+_PART_ROWS = 128  # at least
+
+
+def fits(p: Problem, precision: FP8) -> bool:
+    return (
+        not p.packed
+        and precision.scaling == "head"
+        and not precision.scale_v_channels
+        and p.q.dtype in (torch.float16, torch.bfloat16)
+        and p.head_dim in HEAD_DIMS
+        and p.head_dim_v in HEAD_DIMS
+        and max(p.batch, p.heads) <= _MOST
+        and p.q.shape[1] > 0
+        and p.k.shape[1] > 0
+        and p.batch > 0
+    )
+
+
+def of_q(p: Problem, precision: FP8) -> Parts:
+    return _quantize(p, p.q, False, precision.seed if precision.rotate else None, False, False)
+
+
+def of_kv(p: Problem, precision: FP8) -> tuple[Parts, Parts]:
+    k = _quantize(p, p.k, True, precision.seed if precision.rotate else None, precision.center_k, False)
+    return k, _quantize(p, p.v, True, None, precision.center_v, True)
+
+
+def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool, transpose: bool) -> Parts:
+    batch, rows, heads, dim = x.shape
+    range_ = visible_rows(p, keys)
+    visible = None
+    if range_ is not None:
+        ends = [n if isinstance(n, Tensor) else torch.full((batch,), n, device=x.device) for n in range_]
+        visible = torch.stack(ends, 1).to(torch.int32).contiguous()
+    new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)
+    parts = min(max(1, _BLOCKS // (batch * heads)), -(-rows // _PART_ROWS))
+    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale, mean = new(batch, heads), new(batch, heads, dim) if center else None
+    v_t = torch.empty(transposed_shape(x), dtype=torch.uint8, device=x.device) if transpose else None
+    features = QuantizeFeatures(str(x.dtype).removeprefix("torch."), dim, seed is not None, center, transpose, visible is not None)
+    kernel = compile_fp8.kernel(features)
+    with torch.cuda.device(x.device.index):
+        kernel(_for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), scale,
+               mean, data, v_t)  # fmt: skip
+    return data.view(E4M3), scale, mean, v_t
