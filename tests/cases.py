@@ -162,6 +162,11 @@ def _fill(recipe: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         q.mul_(0.1)
         q[..., 0] = 1.0
         k[..., 0] = (position % 100 == 99).to(k.dtype) * number[0] / scale
+    elif name == "own_keys":  # 16 rows, a warp's, share a key number[0] above the others; 16 such keys lie all over the sequence
+        row, channel = torch.arange(q.shape[-3], device=q.device), torch.arange(16, device=q.device)
+        q[..., :16] = 4.0 * (row[:, None, None] // 16 % 16 == channel)
+        k[..., :16] = 0.0
+        k[..., (keys - 1) * (7 * channel % 16) // 15, :, channel] = number[0] / (4.0 * scale)
     elif name in ("rise", "fall", "jump", "cliff"):
         # natural log units of the scaled score, by key; the kernel's blocks of keys see their maximum move
         q.mul_(0.02)
@@ -482,6 +487,17 @@ def _cases() -> list[Case]:
         Case("rise_window", 600, 4096, mask=Window(1000, 0), values="rise:6.24"),
         Case("rise_negative_scale", 130, 3000, scale=-0.125, values="rise:6.24"),
         Case("jump_packed", (130, 1, 200), (2000, 1500, 900), heads=4, mask=C, values="jump:100"),
+        # the warps of a warpgroup re-base at different blocks, with tiles to follow
+        *(
+            Case(f"own_keys_{mask}_dim{dim}_{dtype}", 300, 2500, head_dim=dim, dtype=dtype, mask=m, values="own_keys:12")
+            for (mask, m), dim, dtype in product((("full", Full()), ("causal", C)), (64, 128, 256), ("bfloat16", "float16"))
+        ),
+        *(
+            Case(f"own_keys_many_dim{dim}", 640, 1100, batch=8, heads=16, head_dim=dim, mask=C, values="own_keys:12", gpu_only=True)
+            for dim in (64, 128, 256)
+        ),
+        Case("own_keys_window", 600, 1500, head_dim=128, mask=Window(700, 0), values="own_keys:12"),
+        Case("own_keys_packed", (130, 1, 200), (2000, 1500, 900), heads=4, mask=C, values="own_keys:12"),
         Case("far_keys", 130, 1000, heads=4, head_dim=128, mask=C, values="far_key:40"),
         # values near the largest float with the probability on several keys: the sum before the division must not overflow
         Case("huge_v_bf16", 130, 700, heads=4, head_dim=128, values="huge_v:1e38"),
