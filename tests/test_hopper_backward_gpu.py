@@ -42,7 +42,9 @@ def judge(case: Case, deterministic: bool) -> None:
     dout, dlse = (t.cuda() for t in cotangents(case, problem))
     with poisoned_memory(problem):
         grads = gradients(problem, dout, dlse)
-    compare_grads(problem, grads, dout, dlse, slack=SLACK.get(case.name, case.slack))
+    # dS is rounded to 16 bits; where one key of a size of 20 to 50 dominates a row, that alone takes 2 to 4 times the usual budget
+    slack = 4.0 if case.values.startswith("own_keys") else SLACK.get(case.name, case.slack)
+    compare_grads(problem, grads, dout, dlse, slack=slack)
 
 
 @pytest.mark.parametrize("case", [*CASES_HERE, *LONG[2:]], ids=lambda c: c.name)
@@ -177,6 +179,16 @@ def test_many_short_sequences() -> None:
     out = attention(*leaves, mask=Causal(), seqused_q=lengths, seqused_k=lengths, backend="hopper")
     for a, b in zip(got, torch.autograd.grad(out, leaves, dense[3]), strict=True):
         torch.testing.assert_close(a, b[row], atol=4e-3, rtol=2e-2)
+
+
+def test_workspaces_beyond_2_31_elements() -> None:
+    """A tile of queries for each sequence and head, however short: 480,000 of 64 x 128."""
+    q, k, v, dout = inputs(12, heads=16, kv_heads=16, dim=72, batch=30000)
+    grads = backward(q, k, v, dout, deterministic=True)
+    for some in (slice(0, 1), slice(15000, 15002), slice(29999, 30000)):
+        part = [t.detach()[some].requires_grad_() for t in (q, k, v)]
+        for a, b in zip(grads, backward(*part, dout[some], deterministic=True), strict=True):
+            assert torch.equal(a[some], b)
 
 
 def test_streams_and_graphs() -> None:

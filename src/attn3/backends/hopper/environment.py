@@ -15,10 +15,14 @@ import torch
 NEEDED = (9, 0)
 
 
-@torch.compiler.assume_constant_result  # a compiled graph need not look again
-@cache
+@torch.compiler.assume_constant_result  # what is compiled need not look again (and could not: torch.compile cannot trace that)
 def software_reasons() -> tuple[str, ...]:
     """Why kernels cannot be compiled or loaded here; empty when they can."""
+    return _software_reasons()
+
+
+@cache
+def _software_reasons() -> tuple[str, ...]:
     needed = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
     missing = [distribution for module, distribution in needed.items() if find_spec(module) is None]
     if missing:
@@ -66,9 +70,13 @@ def _driver_cuda_major() -> int | None:
 
 
 @torch.compiler.assume_constant_result
-@cache
 def device_reasons(index: int) -> tuple[str, ...]:
     """Why this backend cannot run on CUDA device ``index``; empty when it can."""
+    return _device_reasons(index)
+
+
+@cache
+def _device_reasons(index: int) -> tuple[str, ...]:
     capability = torch.cuda.get_device_capability(index)
     if capability != NEEDED:
         name = torch.cuda.get_device_name(index)

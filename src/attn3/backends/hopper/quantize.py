@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn3.backends.hopper import compile_fp8
 from attn3.backends.hopper.compile_fp8 import QuantizeFeatures
-from attn3.backends.hopper.launch import _for_tma
+from attn3.backends.hopper.launch import for_tma
 from attn3.fp8 import E4M3, FP8, signs, transposed_shape, visible_rows
 
 if TYPE_CHECKING:
@@ -61,6 +61,6 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
     features = QuantizeFeatures(str(x.dtype).removeprefix("torch."), dim, seed is not None, center, transpose, visible is not None)
     kernel = compile_fp8.kernel(features)
     with torch.cuda.device(x.device.index):
-        kernel(_for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), scale,
+        kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), scale,
                mean, data, v_t)  # fmt: skip
     return data.view(E4M3), scale, mean, v_t
