@@ -1,6 +1,7 @@
 """The documentation is true: snippets run, named files and commands exist, generated blocks are what the code and the rows give."""
 
 import importlib.util
+import json
 import re
 import shutil
 import sys
@@ -67,6 +68,16 @@ def test_numbers_of_the_softmax_are_those_of_the_code():
     assert re.search(r"`start` = −(\d+)", text)[1] == re.search(r"return -(\d+) if dtype is BFloat16 else 0", softmax)[1]
     lists = re.search(r"holds (\d+) tiles for each\s+warpgroup, (\d+) in packed calls", text)
     assert lists.groups() == re.search(r"redos = (\d+) if self\.packed else (\d+)", forward).groups()[::-1]
+
+
+def test_the_training_run_that_is_shown_agrees():
+    train_demo = pytest.importorskip("attn3.train_demo", exc_type=ImportError)
+    report = json.loads((ROOT / "docs" / "images" / "train.json").read_text())
+    ours, sdpa, other = (run["losses"] for run in report["runs"])
+    assert report["difference"] == train_demo.distance(ours, sdpa) <= train_demo.budget(report["spread"], sdpa)
+    assert report["spread"] == train_demo.distance(other, sdpa)
+    page = (ROOT / "docs" / "training.md").read_text()
+    assert f"{report['steps']} steps of {report['context']} tokens in {report['dtype']}" in page
 
 
 @pytest.fixture(scope="module")

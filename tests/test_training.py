@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import attn3
@@ -185,3 +186,36 @@ def test_saved_tensors_may_move_and_may_not_be_overwritten(block: Block) -> None
         out.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_sdpa_does(low: torch.dtype) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    leaves = [torch.randn(2, 40, 4, 16).to(dtype).requires_grad_() for dtype in dtypes]
+    with torch.autocast("cpu", dtype=low):
+        ours = attn3.attention(*leaves, mask=attn3.Causal())
+        sdpa = scaled_dot_product_attention(*(t.transpose(1, 2) for t in leaves), is_causal=True).transpose(1, 2)
+    assert ours.dtype == sdpa.dtype == low
+    torch.testing.assert_close(ours, sdpa, rtol=0.02, atol=0.02)
+    grads = [torch.autograd.grad(out.float().sin().sum(), leaves) for out in (ours, sdpa)]
+    for a, b, leaf in zip(*grads, leaves, strict=True):
+        assert a.dtype == b.dtype == leaf.dtype
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_saved_is_no_copy(packed: bool) -> None:
+    """Tensors with strides of their own are kept as they are: the memory between the passes is that of out and lse."""
+    saved: list[Tensor] = []
+    x = torch.randn(2, 40, 3, 4, 16, requires_grad=True)  # q, k and v are views that no kernel would call contiguous
+    q, k, v = (x.flatten(0, 1) if packed else x).unbind(-3)
+    cu = torch.tensor([0, 30, 80], dtype=torch.int32)
+    sinks = torch.zeros(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        if packed:
+            out, lse = attn3.varlen_attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, sinks=sinks, return_lse=True)
+        else:
+            out, lse = attn3.attention(q, k, v, sinks=sinks, return_lse=True)
+    given = [q, k, v, sinks, out, lse, *([cu, cu] if packed else [])]
+    assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in given)
+    assert sorted(t.numel() for t in saved) == sorted(t.numel() for t in given)

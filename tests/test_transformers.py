@@ -1,4 +1,4 @@
-"""attn3 inside Transformers: tiny random models give the logits and the tokens of eager attention.
+"""attn3 inside Transformers: tiny random models give the logits, the tokens and the gradients of eager attention.
 
 Every model goes through the public switch ``attn_implementation``; nothing is downloaded.
 """
@@ -41,6 +41,15 @@ WINDOWED = ("mistral", "gemma2", "gpt_oss")
 TOLERANCE = 2e-5  # float32 logits of size 1, two orders of summation
 
 
+def decoder(name):
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(DECODERS[name]()).float()
+    for parameter in made.parameters():  # biases and sinks that start at zero would prove nothing
+        if parameter.dim() == 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.5)
+    return made
+
+
 @pytest.fixture(scope="module")
 def decoders():
     register()
@@ -48,11 +57,7 @@ def decoders():
 
     def model(name):
         if name not in made:
-            torch.manual_seed(0)
-            made[name] = transformers.AutoModelForCausalLM.from_config(DECODERS[name]()).float().eval()
-            for parameter in made[name].parameters():  # biases and sinks that start at zero would prove nothing
-                if parameter.dim() == 1 and not parameter.any():
-                    torch.nn.init.normal_(parameter, std=0.5)
+            made[name] = decoder(name).eval()
         return made[name]
 
     return model
@@ -404,3 +409,57 @@ def test_rows_move_between_devices():
     rows = rows_of(2, 1, 8, q_offset=torch.tensor(3))
     assert isinstance(rows, Rows) and rows.used_k.tolist() == [4, 4]
     assert rows.to("meta").used_k.device.type == "meta"
+
+
+def gradients(of, implementation, *calls, valid=None):
+    """Of a loss over the logits of ``calls`` side by side, where ``valid``."""
+    of.set_attn_implementation(implementation)
+    of.zero_grad()
+    logits = torch.cat([of(use_cache=False, **call).logits for call in calls], 1)
+    loss = logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    (loss if valid is None else loss[valid]).sum().backward()
+    return {name: p.grad.clone() for name, p in of.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_gradients_are_those_of_eager_attention(name, kind):
+    register()
+    ids, lengths, of, valid = tokens(2, 11), (4, 7), decoder(name).train(), None
+    ours = {"input_ids": ids}
+    eager = [ours]
+    if kind in ("left", "right"):
+        ours |= {"attention_mask": padded(7, 11, side=kind)}
+        valid = ours["attention_mask"].bool()
+    elif kind == "packed":
+        eager = [{"input_ids": part} for part in ids.split(lengths, 1)]
+        ours |= {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None].repeat(2, 1)}
+    got, want = gradients(of, "attn3", ours, valid=valid), gradients(of, "eager", *eager, valid=valid)
+    assert got.keys() == want.keys()
+    assert (name == "gpt_oss") == any("sinks" in key for key in want)
+    for key, gradient in want.items():
+        assert gradient.any() or "router" in key, key  # one expert of one chosen has a weight of 1
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(got[key], gradient, rtol=1e-4, atol=1e-4 * scale, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_checkpointed_layers_give_the_same_gradients():
+    register()
+    ids, of = tokens(2, 11), decoder("llama").train()
+    plain = gradients(of, "attn3", {"input_ids": ids})
+    enable = getattr(of, "activation_checkpointing_enable", None) or of.gradient_checkpointing_enable  # renamed within version 5
+    enable()
+    checkpointed = gradients(of, "attn3", {"input_ids": ids})
+    assert plain.keys() == checkpointed.keys() and all(torch.equal(plain[key], checkpointed[key]) for key in plain)
+
+
+def test_dropout_is_refused_in_training_and_only_there():
+    register()
+    ids, of = tokens(1, 6), decoder("llama").train()
+    for layer in of.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    of.set_attn_implementation("attn3")
+    with pytest.raises(attn3.Unsupported, match="dropout is 0.1"):
+        of(input_ids=ids, use_cache=False)
+    of.eval()
+    assert of(input_ids=ids, use_cache=False).logits.isfinite().all()
