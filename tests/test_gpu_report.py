@@ -32,7 +32,7 @@ def test_report_belongs_to_this_code() -> None:
 def test_hash_notices_every_change(tmp_path: Path) -> None:
     package = tmp_path / "src" / "attn3"
     (package / "backends" / "hopper" / "parts").mkdir(parents=True)
-    files = [package / f"{n}.py" for n in ("problem", "masks", "scores")]
+    files = [package / f"{n}.py" for n in ("problem", "masks", "scores", "fp8")]
     files += [package / "backends" / "hopper" / n for n in ("launch.py", "parts/mask.py", "tuned.json")]
     for path in files:
         path.write_text("a = 1\n")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attn3 import settings
 from attn3.backends.hopper import config, environment, launch
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ class HopperBackend:
     def can_quantize(self, problem: Problem, precision: FP8) -> bool:
         """Is there a kernel that quantises q, k and v like this? ``attn3.fp8`` does it otherwise."""
         q = problem.q
-        if not q.is_cuda or environment.software_reasons() or environment.device_reasons(q.device.index):
+        if not settings.hopper_fp8() or not q.is_cuda:
+            return False
+        if environment.software_reasons() or environment.device_reasons(q.device.index):
             return False
         from attn3.backends.hopper import quantize
 

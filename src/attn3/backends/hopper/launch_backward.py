@@ -15,8 +15,6 @@ from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, for_t
 if TYPE_CHECKING:
     from attn3.problem import Problem
 
-TILES_OF_A_SECTION = 4  # for each processor
-
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 
 
@@ -41,19 +39,16 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
             c = math.copysign(SMALLEST_SCALE, c)
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
-    processors = environment.processors(q.device.index)
     section = 1
     if features.right and not (features.left or p.packed):
         per_head = k.shape[1] * (p.heads // p.kv_heads * (6 * p.head_dim + 2 * p.head_dim_v) + 2 * (p.head_dim + p.head_dim_v))
-        key_tiles = -(-k.shape[1] // row.tile.block_keys)
-        # the longest tiles come first in a section: with a few for each processor the last ones end together
-        section = max(L2_BYTES // per_head, -(-TILES_OF_A_SECTION * processors // key_tiles))
+        section = max(1, L2_BYTES // per_head)
     vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))
     with torch.cuda.device(q.device):
         compile.kernel(features)(
             for_tma(q), for_tma(k), for_tma(v), for_tma(out), for_tma(dout.to(q.dtype)),
             lse, None if dlse is None else dlse.float(), dq, dk, dv, stats, work, counter, turns, *vectors,
-            c, inner, p.scale, left or 0, right or 0, section, processors,
+            c, inner, p.scale, left or 0, right or 0, section, environment.processors(q.device.index),
         )  # fmt: skip
     return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows)
 
