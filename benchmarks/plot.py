@@ -25,6 +25,7 @@ SAME = ("pass", "batch", "seqlen", "seqlen_k", "heads", "kv_heads", "head_dim", 
 NAMES = {
     "attn3": "attn3",
     "attn3-dense": "attn3, dense batch",
+    "attn3-deterministic": "attn3, deterministic",
     "fa2": "FlashAttention-2 (PyTorch)",
     "cudnn": "cuDNN (PyTorch)",
     "fa3": "FlashAttention-3",
@@ -242,6 +243,7 @@ def blocks() -> dict[str, str]:
     rows = load()
     plain = cells(rows, _forward(lambda case: case == ""))
     packed = cells(rows, _forward(lambda case: case.startswith(("log-normal", "8192 sequences"))))
+    backward = cells(rows, lambda row: row["pass"] == "backward")
     shape = ["head_dim", "mask", "seqlen"]
     picture = "![TFLOP/s of attn3 and its peers, by head_dim, mask and sequence length](docs/images/forward.svg)"
     return {
@@ -250,6 +252,8 @@ def blocks() -> dict[str, str]:
         "forward": speeds(plain, shape),
         "forward-means": means(plain),
         "gqa": speeds(cells(rows, _forward(lambda case: case == "gqa")), ["heads", "kv_heads", *shape]),
+        "backward": speeds(backward, ["heads", "kv_heads", *shape]),
+        "backward-means": means(backward),
         "fp16": speeds(cells(rows, _forward(lambda case: case == "fp16")), shape, base="attn3/float16"),
         "fp8": fp8(rows),
         "window": speeds(cells(rows, _forward(lambda case: case.startswith("left="))), ["head_dim", "seqlen", "case"]),
