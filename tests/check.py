@@ -113,7 +113,7 @@ def part(problem: Problem, out: Tensor, lse: Tensor, b: int) -> tuple[Problem, T
 
 def _layout(problem: Problem, out: Tensor, lse: Tensor) -> list[str]:
     findings = []
-    wanted = (("out", out, problem.out_shape(), problem.q.dtype), ("lse", lse, problem.lse_shape(), torch.float32))
+    wanted = (("out", out, problem.out_shape(), problem.out_dtype), ("lse", lse, problem.lse_shape(), torch.float32))
     for name, got, shape, dtype in wanted:
         if tuple(got.shape) != tuple(shape):
             findings.append(f"{name}: shape {tuple(got.shape)}, should be {tuple(shape)}")

@@ -1,13 +1,16 @@
 """attn3: exact attention for PyTorch, on NVIDIA Hopper GPUs and on any CPU."""
 
-from attn3.api import attention, varlen_attention
-from attn3.errors import AttentionError, Unsupported
+from attn3.api import attention, decode, varlen_attention
+from attn3.cache import ContiguousKVCache, KVCache, PagedKVCache
+from attn3.errors import AttentionError, CacheFull, Unsupported
+from attn3.keys import CacheView, Keys
 from attn3.masks import Causal, Full, Mask, Window
+from attn3.merge import merge_states
 from attn3.scores import Score, Softcap
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionError", "Causal", "Full", "Mask", "Score", "Softcap", "Unsupported", "Window", "__version__", "attention",
-    "varlen_attention",
+    "AttentionError", "CacheFull", "CacheView", "Causal", "ContiguousKVCache", "Full", "KVCache", "Keys", "Mask", "PagedKVCache",
+    "Score", "Softcap", "Unsupported", "Window", "__version__", "attention", "decode", "merge_states", "varlen_attention",
 ]  # fmt: skip

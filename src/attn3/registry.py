@@ -26,7 +26,7 @@ class Backend(Protocol):
         """Every reason why this backend cannot run the call; empty when it can."""
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        """(out, lse): out contiguous, in q's dtype, shape ``problem.out_shape()``; lse float32, ``problem.lse_shape()``.
+        """(out, lse): out contiguous, ``problem.out_dtype``, ``problem.out_shape()``; lse float32, ``problem.lse_shape()``.
 
         Where ``problem.return_lse`` is False, lse may be None.
         """
@@ -47,6 +47,14 @@ class Differentiable(Backend, Protocol):
 
         out and lse are those of ``forward``. dout and dlse may have any strides, 0 included; dlse None stands for zeros.
         """
+
+
+@runtime_checkable
+class Splitting(Backend, Protocol):
+    """A backend that can hand out the results of the parts into which ``problem.num_splits`` cuts the keys."""
+
+    def partials(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """(out, lse), float32: (num_splits, *problem.out_shape()) and (num_splits, *problem.lse_shape())."""
 
 
 def backends() -> dict[str, Backend]:

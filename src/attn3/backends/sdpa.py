@@ -28,6 +28,12 @@ class SdpaBackend:
     def refusals(self, problem: Problem) -> list[str]:
         p = problem
         reasons = []
+        if p.keys is not None:
+            reasons.append("KV caches are not supported; use backend='cpu'")
+        if p.num_splits not in (None, 1):
+            reasons.append(f"num_splits is {p.num_splits}; the keys cannot be cut into parts there")
+        if p.out_dtype != p.q.dtype:
+            reasons.append(f"out_dtype is {p.out_dtype}; the output has q's dtype there")
         if p.packed:
             reasons.append("packed sequences (cu_seqlens_q) are not supported; pad them, or use another backend")
         if p.seqused_q is not None or p.seqused_k is not None:
@@ -36,7 +42,7 @@ class SdpaBackend:
             reasons.append(f"the score {p.score!r} is not supported")
         if p.sinks is not None:
             reasons.append("sinks are not supported")
-        if p.packed:
+        if p.packed or p.keys is not None:
             return reasons  # what follows looks at dense shapes
         query_length, key_length = p.q.shape[1], p.k.shape[1]
         if key_length == 0 or p.q.numel() == 0:

@@ -30,6 +30,12 @@ class HopperBackend:
             reasons.extend(environment.device_reasons(device.index))
         if problem.q.dtype not in DTYPES:
             reasons.append(f"q has dtype {problem.q.dtype}; float16 or bfloat16 is needed")
+        if problem.keys is not None:
+            reasons.append("KV caches are not supported yet; use backend='cpu'")
+        if problem.num_splits not in (None, 1):
+            reasons.append(f"num_splits is {problem.num_splits}; cutting the keys into parts is not supported yet")
+        if problem.out_dtype != problem.q.dtype:
+            reasons.append(f"out_dtype is {problem.out_dtype}; the output has q's dtype")
         if problem.needs_grad:
             reasons.append("an input requires grad and the backward pass is not implemented yet; use torch.no_grad()")
         return reasons
@@ -43,6 +49,9 @@ class HopperBackend:
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
             and not problem.needs_grad
+            and problem.keys is None
+            and problem.num_splits in (None, 1)
+            and problem.out_dtype is q.dtype
         )
 
     def tile(self, problem: Problem) -> str:
