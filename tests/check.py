@@ -30,7 +30,7 @@ def compare(problem: Problem, out: Tensor, lse: Tensor, *, slack: float = 1.0) -
             low_out, low_lse = reference(problem, compute_dtype=torch.float32, round_p=round_p)
         # float64 has no higher-precision run to measure its own error with: sums of thousands of terms lose a few bits
         ulps = 256 if dtype == torch.float64 else 4
-        findings += _numbers("out", out, exact_out, low_out.to(dtype), 2 * slack, ulps)
+        findings += _numbers("out", out, exact_out, low_out.to(out.dtype), 2 * slack, ulps)
         findings += _numbers("lse", lse, exact_lse, low_lse.float(), 2 * slack, 4)
         # out is (…, rows, heads, dim) and lse (…, heads, rows); with a sink, a row without keys has a finite lse but still out 0
         unseen = reference(dataclasses.replace(problem, sinks=None))[1] if problem.sinks is not None else exact_lse

@@ -271,7 +271,7 @@ def flash_attn_with_kvcache(
         return out, lse, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
     parts, lses = ops.partials(problem, None)
     out, lse = merge_states(list(zip(parts, lses, strict=True)), out_dtype=q.dtype)
-    return out, lse, parts.transpose(-3, -2), lses
+    return out, lse.to(torch.float32), parts.transpose(-3, -2), lses
 
 
 def flash_attn_combine(

@@ -73,7 +73,7 @@ def _partials_op(q, k, v, *, backend=None, **options):
 
 def _partials_fake(q, k, v, *, num_splits=None, out_dtype=None, **options):
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return tuple(t.new_empty((num_splits or 1, *t.shape)) for t in _forward_fake(q, k, v, out_dtype=dtype, **options))
+    return tuple(t.new_empty((num_splits or 1, *t.shape), dtype=dtype) for t in _forward_fake(q, k, v, **options))
 
 
 def _backward_op(dout, dlse, q, k, v, out, lse, *, backend=None, **options):
@@ -169,7 +169,7 @@ class _Gradient(torch.autograd.Function):
 
 
 def partials(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
-    """The results of ``problem.num_splits`` parts of the keys, float32: (splits, *out_shape) and (splits, *lse_shape)."""
+    """The results of ``problem.num_splits`` parts of the keys: (splits, *out_shape) and (splits, *lse_shape)."""
     _check_no_gradient(problem)
     return _through_dispatcher(problem, backend, "partials")
 

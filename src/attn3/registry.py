@@ -54,7 +54,7 @@ class Splitting(Backend, Protocol):
     """A backend that can hand out the results of the parts into which ``problem.num_splits`` cuts the keys."""
 
     def partials(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        """(out, lse), float32: (num_splits, *problem.out_shape()) and (num_splits, *problem.lse_shape())."""
+        """(out, lse): (num_splits, *problem.out_shape()), (num_splits, *problem.lse_shape()); float64 for float64, else float32."""
 
 
 def backends() -> dict[str, Backend]:

@@ -46,7 +46,8 @@ class CpuBackend:
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor]:
         p = problem
         if p.num_splits not in (None, 1):
-            return merge_states(list(zip(*self.partials(p), strict=True)), out_dtype=p.out_dtype)
+            out, lse = merge_states(list(zip(*self.partials(p), strict=True)), out_dtype=p.out_dtype)
+            return out, lse.to(torch.float32)
         # zeros and -inf are the answer for every row that the loops below do not reach
         out = p.q.new_zeros(p.out_shape(), dtype=p.out_dtype)
         lse = p.q.new_full(p.lse_shape(), -math.inf, dtype=torch.float32)
@@ -57,7 +58,7 @@ class CpuBackend:
         """Split s of n takes keys ``s * ceil(length / n)`` and on of a sequence: its own length decides, and nothing else."""
         p, splits = problem, problem.num_splits or 1
         out = p.q.new_zeros((splits, *p.out_shape()), dtype=_accumulator(p.q))
-        lse = p.q.new_full((splits, *p.lse_shape()), -math.inf, dtype=torch.float32)
+        lse = p.q.new_full((splits, *p.lse_shape()), -math.inf, dtype=_accumulator(p.q))
         for split in range(splits):
             run(p, out[split], lse[split], (split, splits))
         return out, lse
