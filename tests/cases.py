@@ -1,6 +1,7 @@
 """THE table of problems: every forward case that any backend is tested on, and how its inputs are made.
 
-A ``Case`` is plain data; ``build`` turns it into a ``Problem`` with seeded inputs. Add a row here rather than a test function:
+A ``Case`` is plain data; ``build`` turns it into a ``Problem`` with seeded inputs. ``CacheCase`` and ``build_cache`` are the same
+for calls over a KV cache. Add a row here rather than a test function:
 each row runs on every backend and is judged by ``check.compare``.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn3.fp8 import FP8
+from attn3.keys import Keys
 from attn3.masks import Causal, Full, Mask, Window, window_of
 from attn3.ops import quantize as quantized_problem
 from attn3.problem import Problem
@@ -561,3 +563,205 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """Queries ``q`` (one length, or a tuple of lengths: packed) over a cache with ``used`` tokens of each sequence in use.
+
+    ``page``: the page size, None for a cache without pages. ``shared``: that many leading pages are the same for all. ``rows``: the
+    row of each sequence in a larger cache. ``layout``: "plain", "vllm" (pages, heads, page, k and v side by side in memory) or
+    "layers" (one of three layers of a tensor). All slots that are not in use hold ``poison``. ``wild``: page numbers and lengths
+    behind what counts are out of range.
+    """
+
+    name: str
+    q: Lengths
+    used: tuple[int, ...]
+    page: int | None = 16
+    room: int = 0
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    cache_dtype: str | None = None
+    descale: str | None = None
+    mask: Mask = Causal()
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    leftpad: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+    shared: int = 0
+    extra_rows: int = 0
+    layout: str = "plain"
+    splits: int | None = None
+    values: str = "normal"
+    poison: float = float("nan")
+    wild: bool = False
+    out_dtype: str | None = None
+    slack: float = 1.0
+
+    @property
+    def packed(self) -> bool:
+        return isinstance(self.q, tuple)
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in ("float16", "bfloat16")
+
+
+def build_cache(case: CacheCase, device: torch.device | str = "cpu", seed: int = 0) -> Problem:
+    c = case
+    batch, dim_v = len(c.used), c.head_dim if c.head_dim_v is None else c.head_dim_v
+    generator = torch.Generator().manual_seed(zlib.crc32(c.name.encode()) + seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)
+    rows_q = (sum(c.q) + c.extra_rows,) if c.packed else (batch, c.q)
+    q = normal(*rows_q, c.heads, c.head_dim)
+    if c.page is None:
+        shape = (batch if c.rows is None else max(c.rows) + 2, max(c.used) + c.room)
+        places = [[(b if c.rows is None else c.rows[b], t) for t in range(shape[1])] for b in range(batch)]
+        table = None
+    else:
+        counts = [-(-used // c.page) for used in c.used]
+        pool = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+        shape, width = (len(pool), c.page), max(counts, default=0) + c.room
+        table = (
+            torch.randint(-5, 9, (batch, width), generator=generator) if c.wild else torch.zeros(batch, width, dtype=torch.int64)
+        )
+        for b, count in enumerate(counts):
+            table[b, :count] = torch.tensor([pool.pop() for _ in range(count)], dtype=torch.int64)
+            if b:
+                table[b, : min(c.shared, count)] = table[0, : min(c.shared, count)]
+        places = [[(page, t) for page in row for t in range(c.page)] for row in table.tolist()]
+        if c.wild:  # a page that counts and is not there: the last one is read in its place
+            table[0, 0], places[0] = 10**6, [(shape[0] - 1, t) for t in range(c.page)] + places[0][c.page :]
+    k, v = normal(*shape, c.kv_heads, c.head_dim), normal(*shape, c.kv_heads, dim_v)
+    _fill(c.values, q, k, v, c.head_dim**-0.5 if c.scale is None else c.scale)
+    in_use = torch.zeros(shape, dtype=torch.bool)
+    for b, used in enumerate(c.used):
+        for slot in places[b][0 if c.leftpad is None else c.leftpad[b] : used]:
+            in_use[slot] = True
+    k[~in_use] = c.poison
+    v[~in_use] = c.poison
+    if c.extra_rows:
+        q[sum(c.q) :] = c.poison
+    dtype = getattr(torch, c.dtype)
+    q, (k, v) = (
+        q.to(device, dtype),
+        (t.to(device, dtype if c.cache_dtype is None else getattr(torch, c.cache_dtype)) for t in (k, v)),
+    )
+    if c.layout == "vllm":
+        both = torch.cat([k, v], -1).transpose(1, 2).contiguous().transpose(1, 2)
+        k, v = both.split([c.head_dim, dim_v], -1)
+    elif c.layout == "layers":
+        k, v = (torch.stack([t, t, t], 1)[:, 1] for t in (k, v))
+    used = list(c.used)
+    if c.wild:
+        used[-1] = 10**6 if c.page is None else used[-1]
+    descales = [None, None]
+    if c.descale is not None:
+        wide = (0.25 + torch.rand(2, batch, c.kv_heads, generator=generator)).to(device)
+        descales = [wide[0], wide[1]] if c.descale == "each" else [wide[0, :1, :1].expand(batch, c.kv_heads)] * 2
+    keys = Keys(
+        _int32(tuple(used), device), None if table is None else table.to(device, torch.int32), _int32(c.rows, device),
+        _int32(c.leftpad, device), *descales,
+    )  # fmt: skip
+    packed = {"cu_seqlens_q": _offsets(c.q, device), "max_seqlen_q": max(c.q, default=0)} if c.packed else {}
+    return Problem.of(
+        q, k, v, mask=c.mask, score=None if c.softcap is None else Softcap(c.softcap), scale=c.scale,
+        sinks=normal(c.heads).to(device) if c.sinks else None, keys=keys, num_splits=c.splits,
+        out_dtype=None if c.out_dtype is None else getattr(torch, c.out_dtype), **packed,
+    )  # fmt: skip
+
+
+def _cache_cases() -> list[CacheCase]:
+    inf, nan = float("inf"), float("nan")
+    every = [
+        # what lies behind the used lengths
+        *(CacheCase(f"tail_{bad}_rows", 1, (30, 64, 97, 1), page=None, room=31, heads=8, poison=bad) for bad in (nan, inf)),
+        *(CacheCase(f"tail_{bad}_pages", 1, (30, 64, 97, 1), room=2, heads=8, poison=bad) for bad in (nan, inf)),
+        CacheCase("tail_pages_of_256", 100, (100,), page=256, heads=16, kv_heads=4, head_dim=128),
+        CacheCase("tail_pages_of_256_inf", 100, (100,), page=256, heads=16, kv_heads=4, head_dim=128, poison=inf),
+        # any page size, any order of pages
+        *(CacheCase(f"page_{page}", 2, (2, 65, 300), page=page) for page in (1, 3, 8, 16, 17, 64, 100, 128, 256, 512)),
+        *(
+            CacheCase(f"page_{page}_fp16_dim128", 1, (700, 1, 513), page=page, head_dim=128, dtype="float16")
+            for page in (1, 3, 64, 256)
+        ),
+        CacheCase("lengths_around_pages", 1, (1, 2, 15, 16, 17, 127, 128, 129), heads=8),
+        CacheCase("shared_prefix", 1, (40, 45), kv_heads=1, shared=2),
+        CacheCase("shared_prefix_of_many", 2, (40, 100, 64, 32, 33), page=32, shared=1, heads=6),
+        # rows of a larger cache, left padding
+        CacheCase("batch_idx", 2, (40, 7, 33), page=None, rows=(4, 0, 2)),
+        CacheCase("batch_idx_same_row", 1, (40, 7), page=None, rows=(1, 1)),
+        CacheCase("leftpad_rows", 3, (40, 7, 33), page=None, leftpad=(5, 0, 33), room=3),
+        CacheCase("leftpad_pages", 3, (40, 70, 333), page=16, leftpad=(17, 3, 100)),
+        CacheCase("leftpad_window", 2, (40, 700), page=64, leftpad=(17, 3), mask=Window(20, 0)),
+        # splits, more of them than keys included
+        *(CacheCase(f"splits_{n}", 1, (5000,), page=None, heads=16, kv_heads=4, head_dim=128, mask=Full(), splits=n)
+          for n in (1, 2, 3, 16, 64, 128)),
+        *(CacheCase(f"splits_{n}_short", 1, (65, 3), page=None, heads=16, head_dim=128, splits=n) for n in (2, 8, 33, 200)),
+        *(
+            CacheCase(f"splits_{n}_ragged", (4, 4, 3), (900, 130, 2000), heads=8, kv_heads=1, head_dim=128, splits=n)
+            for n in (1, 2, 8)
+        ),
+        CacheCase("splits_sinks_softcap", 3, (300, 0, 41), sinks=True, softcap=5.0, splits=4),
+        CacheCase("splits_window", 3, (900, 130, 5), mask=Window(100, 0), splits=7, page=3),
+        CacheCase("splits_huge_v", 1, (700, 90), values="same_huge_v:1e38", splits=5),
+        CacheCase("splits_low_scores", 1, (400, 129), values="level:-150", splits=3, slack=2.0),
+        CacheCase("splits_one_far_key", 1, (400, 300), values="far_key:40", splits=6),
+        CacheCase("splits_fp64", 2, (400, 129), dtype="float64", splits=3),
+        # ragged queries
+        CacheCase("ragged", (1, 0, 5, 130, 2), (70, 33, 5, 200, 1000), heads=6),
+        CacheCase("ragged_rows", (1, 0, 5, 2), (70, 33, 5, 300), page=None, rows=(3, 0, 1, 2)),
+        CacheCase("ragged_extra_rows", (3, 0, 2), (70, 33, 5), extra_rows=4, sinks=True),
+        CacheCase("ragged_prefill", (513, 70), (513, 600), page=64),
+        CacheCase("ragged_more_queries_than_keys", (7, 5), (3, 0), heads=8),
+        # masks, scores, sinks
+        CacheCase("window", 2, (300, 17, 1), mask=Window(63, 0), heads=6),
+        CacheCase("window_both_sides", 5, (300, 17), mask=Window(20, 2)),
+        CacheCase("full_with_several_queries", 5, (300, 17), mask=Full()),
+        CacheCase("softcap", 2, (300, 17), softcap=3.0, values="normal:2"),
+        CacheCase("sinks", 2, (300, 0, 17), sinks=True),
+        CacheCase("scale_negative", 2, (300, 17), scale=-0.3),
+        CacheCase("mqa", 3, (1000, 40), heads=12, kv_heads=1),
+        CacheCase("numbered_heads", 1, (300, 17), heads=12, kv_heads=4, values="numbered_heads"),
+        # nothing there
+        CacheCase("no_keys", 2, (0, 0, 5), room=1),
+        CacheCase("no_keys_at_all", 2, (0, 0), page=None, room=4, sinks=True),
+        CacheCase("no_pages", 1, (0, 0)),
+        CacheCase("no_batch", 1, (), room=1),
+        CacheCase("no_queries", 0, (30, 5)),
+        # memory layouts
+        CacheCase("layout_vllm", 2, (2, 65, 300), layout="vllm"),
+        CacheCase("layout_vllm_one_head", 2, (2, 65, 300), layout="vllm", kv_heads=1, page=1),
+        CacheCase("layout_layers", 2, (2, 65, 300), layout="layers"),
+        CacheCase("layout_layers_rows", 2, (2, 65, 300), layout="layers", page=None),
+        # numbers out of range
+        CacheCase("wild_pages", 2, (40, 65, 300), wild=True, room=2),
+        CacheCase("wild_pages_split", 2, (40, 65, 300), wild=True, room=2, splits=3),
+        CacheCase("wild_length", 2, (5, 65), wild=True, page=None),
+        # dtypes and sizes
+        CacheCase("fp16", 3, (300, 17), dtype="float16"),
+        CacheCase("fp32", 3, (300, 17), dtype="float32", splits=2),
+        CacheCase("fp64", 3, (600, 17), dtype="float64"),
+        CacheCase("dim_v_512", 2, (300, 17), head_dim_v=512, page=64),
+        CacheCase("dim256", 2, (300, 17), head_dim=256, page=64),
+        CacheCase("dim72_v40", 2, (300, 17), head_dim=72, head_dim_v=40, page=3),
+        CacheCase("out_fp32", 2, (300, 17), out_dtype="float32"),
+        CacheCase("out_fp32_splits", 2, (300, 17), out_dtype="float32", splits=3),
+        # quantised
+        CacheCase("e4m3", 2, (300, 17), cache_dtype="float8_e4m3fn", descale="each"),
+        CacheCase("e4m3_fp16_rows", 2, (300, 17), cache_dtype="float8_e4m3fn", descale="each", dtype="float16", page=None,
+                  splits=2),
+        CacheCase("e4m3_expanded", 2, (300, 17), cache_dtype="float8_e4m3fn", descale="expanded", page=3),
+        CacheCase("e4m3_no_descale", (2, 1), (300, 17), cache_dtype="float8_e4m3fn", layout="vllm"),
+    ]  # fmt: skip
+    names = [case.name for case in every]
+    assert len(set(names)) == len(names), sorted({n for n in names if names.count(n) > 1})
+    return every
+
+
+CACHE_CASES = _cache_cases()

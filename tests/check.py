@@ -22,7 +22,7 @@ def compare(problem: Problem, out: Tensor, lse: Tensor, *, slack: float = 1.0) -
     """Raises AssertionError with every finding. ``slack`` multiplies the budget of a case that is ill-conditioned on purpose."""
     findings = _layout(problem, out, lse)
     if not findings:
-        dtype = problem.out_dtype
+        dtype = problem.q.dtype if problem.fp8 is None else problem.out_dtype
         # e4m3 tensors are judged as the numbers that they stand for
         plain = problem if problem.fp8 is None else dequantized(problem)
         exact_out, exact_lse = reference(plain)
@@ -33,7 +33,7 @@ def compare(problem: Problem, out: Tensor, lse: Tensor, *, slack: float = 1.0) -
             low_out, low_lse = reference(plain, compute_dtype=torch.float32, round_p=round_p)
         # float64 has no higher-precision run to measure its own error with: sums of thousands of terms lose a few bits
         ulps = 256 if dtype == torch.float64 else 4
-        findings += _numbers("out", out, exact_out, low_out.to(dtype), 2 * slack, ulps)
+        findings += _numbers("out", out, exact_out, low_out.to(out.dtype), 2 * slack, ulps)
         if problem.fp8 is None:
             findings += _numbers("lse", lse, exact_lse, low_lse.float(), 2 * slack, 4)
         elif problem.return_lse:

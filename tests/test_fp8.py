@@ -382,6 +382,26 @@ def small(dtype=torch.bfloat16):
     return normal((1, 5, 2, 16), (1, 7, 2, 16), (1, 7, 2, 16), dtype=dtype)
 
 
+def test_caches_splits_and_other_output_dtypes_are_refused_up_front():
+    q, k, v = small()
+    quantized = attn3.quantize(q, k, v)
+    keys = attn3.Keys(torch.full((q.shape[0],), 3, dtype=torch.int32))
+    for changes, words in (({"keys": keys}, "KV cache"), ({"num_splits": 2}, "num_splits is 2")):
+        with pytest.raises(Unsupported, match=words):
+            quantized_problem(Problem.of(q, k, v, **changes), FP8())
+    with pytest.raises(Unsupported, match="num_splits is 2"):
+        *tensors, scales = fp8.scales_of(*quantized, None)
+        Problem.of(*tensors, fp8=scales, num_splits=2)
+    for tensors, precision in (((q, k, v), FP8()), (quantized, None)):
+        with pytest.raises(Unsupported, match="out_dtype is torch.float32"):
+            attn3.attention(*tensors, precision=precision, out_dtype=torch.float32)
+    assert attn3.attention(*quantized, out_dtype=q.dtype).dtype == q.dtype
+    with pytest.raises(AttentionError, match="q is QuantizedTensor"):
+        attn3.decode(quantized.q, attn3.CacheView(k, v, keys))
+    with pytest.raises(AttentionError, match="q has dtype torch.float8_e4m3fn"):
+        attn3.decode(quantized.q.data, attn3.CacheView(quantized.k.data, quantized.v.data, keys))
+
+
 def test_gradients_are_refused_up_front():
     q, k, v = small()
     with pytest.raises(Unsupported, match="no backward pass; leave precision out"):

@@ -463,3 +463,48 @@ def test_dropout_is_refused_in_training_and_only_there():
         of(input_ids=ids, use_cache=False)
     of.eval()
     assert of(input_ids=ids, use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("make", [lambda n: attn3.PagedKVCache(n, 3, 2, 16, layers=2, dtype=torch.float32),
+                                  lambda n: attn3.ContiguousKVCache(3, n, 2, 16, layers=2, dtype=torch.float32)],
+                         ids=["paged", "contiguous"])  # fmt: skip
+def test_continuous_batching(decoders, name, make):
+    """Sequences that come, go on at their own pace, and branch, in one forward each step."""
+    model, cache = decoders(name), make(40)
+    ids = tokens(1, 30)[0]
+    texts = {cache.allocate(): ids[:7], cache.allocate(): ids[10:12]}
+    first, second = texts
+    parts = {first: [], second: []}
+
+    def step(**new):
+        order = [int(sequence.removeprefix("s")) for sequence in new]
+        batch = cache.extend(order, [len(part) for part in new.values()])
+        joined = torch.cat(list(new.values()))[None]
+        got = logits(model, "attn3", joined, position_ids=batch.positions[None], kv_batch=batch, use_cache=False)
+        for sequence, part in zip(order, got[0].split(batch.counts), strict=True):
+            parts[sequence].append(part)
+
+    step(**{f"s{first}": ids[:7], f"s{second}": ids[10:12]})
+    step(**{f"s{second}": ids[12:21]})
+    texts[second] = ids[10:22]
+    step(**{f"s{second}": ids[21:22], f"s{first}": ids[7:8]})
+    texts[first] = ids[:8]
+    branch = cache.fork(first, 6)
+    parts[branch], texts[branch] = [], torch.cat([ids[:6], ids[25:29]])
+    step(**{f"s{branch}": ids[25:29], f"s{second}": ids[22:23]})
+    texts[second] = ids[10:23]
+    for sequence, text in texts.items():
+        want = logits(model, "eager", text[None], use_cache=False)[0]
+        close(torch.cat(parts[sequence]), want[-sum(len(p) for p in parts[sequence]) :])
+
+
+def test_a_cache_and_something_else_that_says_what_is_visible(decoders):
+    model, cache = decoders("llama"), attn3.PagedKVCache(9, 4, 2, 16, layers=2, dtype=torch.float32)
+    batch = cache.extend([cache.allocate()], [5])
+    options = {"position_ids": batch.positions[None], "kv_batch": batch, "use_cache": False}
+    mask = torch.tensor([[0, 1, 1, 1, 1]])
+    with pytest.raises(NotImplementedError, match="came with kv_batch"):
+        logits(model, "attn3", tokens(1, 5), attention_mask=mask, **options)
+    with pytest.raises(attn3.AttentionError, match=r"kv_batch has 5 new tokens.*\(1, 4\)"):
+        logits(model, "attn3", tokens(1, 4), **(options | {"position_ids": None}))

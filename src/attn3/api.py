@@ -1,17 +1,21 @@
-"""attn3's own calls: ``attention`` for dense batches, ``varlen_attention`` for packed sequences."""
+"""attn3's own calls: ``attention`` for dense batches, ``varlen_attention`` for packed sequences, ``decode`` over a KV cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn3 import ops
 from attn3.errors import AttentionError
 from attn3.fp8 import FP8, Quantized, QuantizedTensor, scales_of
-from attn3.masks import Mask
+from attn3.keys import CacheView
+from attn3.masks import Causal, Mask
 from attn3.problem import Problem
 from attn3.scores import Score
+
+_CAUSAL = Causal()
 
 
 def attention(
@@ -28,6 +32,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     precision: FP8 | None = None,
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * q k^T) v``, over a dense batch.
@@ -47,19 +52,21 @@ def attention(
             ``torch.use_deterministic_algorithms(True)``. Everything else always repeats bitwise.
         precision: ``FP8(…)`` quantises q, k and v and computes in FP8; None is the inputs' own. Instead of tensors, the quantised
             ones that ``quantize`` returned may be passed: ``attention(*quantize(q, k, v))``.
+        out_dtype: None for q's dtype, or ``torch.float32``, for partial results that ``merge_states`` is to put together; FP8
+            gives the dtype of what was quantised only.
         backend: "hopper", "cpu" or "sdpa"; None takes the first that can run the call.
 
     Returns:
-        out (batch, query_length, heads, head_dim_v) in q's dtype (that of what was quantised), contiguous; with ``return_lse``
-        also lse (batch, heads, query_length) float32, the natural logarithm of the softmax's denominator, sink included. A row
-        that sees no key gives out exactly 0 and lse exactly -inf (lse = sink with a sink).
+        out (batch, query_length, heads, head_dim_v) in ``out_dtype`` (of FP8 that of what was quantised), contiguous; with
+        ``return_lse`` also lse (batch, heads, query_length) float32, the natural logarithm of the softmax's denominator, sink
+        included. A row that sees no key gives out exactly 0 and lse exactly -inf (lse = sink with a sink).
 
     Raises:
         AttentionError: the arguments do not fit together (a ValueError).
         Unsupported: no backend, or not the named one, can run the call (a NotImplementedError); lists every reason.
     """
     problem = _problem(q, k, v, precision, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q,
-                       seqused_k=seqused_k, return_lse=return_lse, deterministic=deterministic)  # fmt: skip
+                       seqused_k=seqused_k, return_lse=return_lse, deterministic=deterministic, out_dtype=out_dtype)  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
 
@@ -82,6 +89,7 @@ def varlen_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     precision: FP8 | None = None,
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over packed sequences of different lengths; sequence b attends to sequence b only.
@@ -105,7 +113,52 @@ def varlen_attention(
     problem = _problem(
         q, k, v, precision, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        return_lse=return_lse, deterministic=deterministic,
+        return_lse=return_lse, deterministic=deterministic, out_dtype=out_dtype,
+    )  # fmt: skip
+    out, lse = ops.forward(problem, backend)
+    return (out, lse) if return_lse else out
+
+
+def decode(
+    q: Tensor,
+    cache: CacheView,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    mask: Mask = _CAUSAL,
+    score: Score | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of the newest tokens of some sequences over a KV cache that holds them already.
+
+    Args:
+        q: (batch, rows, heads, head_dim), or with ``cu_seqlens_q`` (total_q, heads, head_dim); the last rows of each sequence.
+        cache: ``cache.view(sequences, layer)`` or ``batch.layer(layer)`` of a ``PagedKVCache`` or ``ContiguousKVCache``, or a
+            ``CacheView`` of your own tensors. In q's dtype, or float8_e4m3fn, which is dequantised on the way.
+        cu_seqlens_q: (batch + 1,) int32, offsets of each sequence's rows; their numbers may differ and be zero.
+        max_seqlen_q: an upper bound of the rows of a sequence, optional.
+        mask: aligned bottom-right in every sequence by its length in the cache: the last row stands at the last key.
+        num_splits: the keys of each sequence are cut evenly into so many parts, whose float32 results are merged; None leaves it
+            to the backend. Rounding may differ, nothing else.
+        The other arguments are those of ``attention``.
+
+    Returns:
+        out (batch, rows, heads, head_dim_v) or (total_q, heads, head_dim_v); with ``return_lse`` also lse, float32, (batch, heads,
+        rows) or (heads, total_q). A sequence without keys gives 0 and -inf.
+
+    Raises:
+        AttentionError, Unsupported: as for ``attention``. There is no gradient.
+    """
+    if not isinstance(cache, CacheView):
+        raise AttentionError(f"cache is {type(cache).__name__}; pass a CacheView, such as cache.view(sequences, layer)")
+    problem = Problem.of(
+        q, cache.k, cache.v, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        return_lse=return_lse, keys=cache.keys, num_splits=num_splits, out_dtype=out_dtype,
     )  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out

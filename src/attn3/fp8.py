@@ -133,11 +133,22 @@ def check_quantizable(problem: Problem, precision: object) -> None:
         raise AttentionError(f"precision is {precision!r}; pass attn3.FP8(…), or None for the inputs' own")
     if problem.q.dtype == torch.float64:
         raise AttentionError("q has dtype torch.float64; FP8 quantises float16, bfloat16 and float32")
+    check_combination(problem, problem.q.dtype)
     if problem.needs_grad:
         raise Unsupported(
             "an input requires grad and FP8 attention has no backward pass; leave precision out (bfloat16 or float16), or call it"
             " under torch.no_grad()"
         )
+
+
+def check_combination(problem: Problem, dtype: torch.dtype) -> None:
+    """What FP8 attention does not go together with. ``dtype`` is that of what was quantised."""
+    if problem.keys is not None:
+        raise Unsupported("FP8 attention got a KV cache; pass q in float16 or bfloat16, an e4m3 cache is dequantised on the way")
+    if problem.num_splits not in (None, 1):
+        raise Unsupported(f"num_splits is {problem.num_splits}; FP8 attention does not cut the keys into parts, leave it out")
+    if problem.out_dtype != dtype:
+        raise Unsupported(f"out_dtype is {problem.out_dtype}; the output of FP8 attention is {dtype}, leave out_dtype out")
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # data, scale, mean, and V transposed where that was made
@@ -258,7 +269,7 @@ def dequantized(p: Problem, dtype: torch.dtype = torch.float64) -> Problem:
 
     q = numbers(p.q, s.q, None, False, Q_BLOCK if s.blocks else 0)
     k = numbers(p.k, s.k, s.k_mean, True, K_BLOCK if s.blocks else 0)
-    return replace(p, q=q, k=k, v=numbers(p.v, s.v, s.v_mean, True, 0), fp8=None)
+    return replace(p, q=q, k=k, v=numbers(p.v, s.v, s.v_mean, True, 0), fp8=None, out_dtype=dtype)
 
 
 # What follows works on float32 rows of one length, (batch, rows, heads, dim); packed sequences come one after another.

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from attn3 import fp8, registry
 from attn3.errors import Unsupported
 from attn3.fp8 import FP8, Scales
+from attn3.keys import Keys
 from attn3.problem import Problem, mask_from_window
 from attn3.scores import Softcap
 
@@ -27,7 +28,16 @@ _OPTIONS = (
     " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None,"
     " SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, bool deterministic=False, str? backend=None"
 )
-_LIBRARY.define(f"forward(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}) -> (Tensor, Tensor)", tags=[torch.Tag.pt2_compliant_tag])
+# of calls without a gradient: the fields of a Keys (its `used` says that there is one)
+_CACHE = (
+    "Tensor? cache_seqlens=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None,"
+    " Tensor? k_descale=None, Tensor? v_descale=None, int? num_splits=None"
+)
+for _name in ("forward", "partials"):
+    _LIBRARY.define(
+        f"{_name}(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, {_CACHE}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
+        tags=[torch.Tag.pt2_compliant_tag],
+    )
 _LIBRARY.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, *, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -50,11 +60,18 @@ _LIBRARY.define(
 
 def _problem(
     q, k, v, *, scale, window_left=None, window_right=None, softcap=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, cache_seqlens=None,
+    page_table=None, cache_batch_idx=None, cache_leftpad=None, k_descale=None, v_descale=None, num_splits=None, out_dtype=None,
 ):  # fmt: skip
+    keys = None
+    if cache_seqlens is not None:
+        keys = Keys(cache_seqlens, page_table, cache_batch_idx, cache_leftpad, k_descale, v_descale)
     mask, score = mask_from_window(window_left, window_right), None if softcap is None else Softcap(softcap)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    return Problem(q, k, v, mask, score, scale, sinks, *lengths, deterministic=deterministic)
+    return Problem(
+        q, k, v, mask, score, scale, sinks, *lengths, deterministic=deterministic, keys=keys, num_splits=num_splits,
+        out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def _forward_op(q, k, v, *, backend=None, **options):
@@ -62,10 +79,23 @@ def _forward_op(q, k, v, *, backend=None, **options):
     return registry.select(problem, backend).forward(problem)
 
 
-def _forward_fake(q, k, v, *, cu_seqlens_q=None, **_):
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+def _forward_fake(q, k, v, *, cu_seqlens_q=None, out_dtype=None, **_):
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
     lse_shape = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _partials_op(q, k, v, *, backend=None, **options):
+    problem = _problem(q, k, v, **options)
+    chosen = registry.select(problem, backend)
+    if not isinstance(chosen, registry.Splitting):
+        raise Unsupported(f"backend {chosen.name!r} does not hand out the results of its splits; pass backend='cpu'")
+    return chosen.partials(problem)
+
+
+def _partials_fake(q, k, v, *, num_splits=None, out_dtype=None, **options):
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return tuple(t.new_empty((num_splits or 1, *t.shape), dtype=dtype) for t in _forward_fake(q, k, v, **options))
 
 
 def _backward_op(dout, dlse, q, k, v, out, lse, *, backend=None, **options):
@@ -116,7 +146,7 @@ def _quantize_fake(q, k, v, *, scaling, rotate, seed, center_k, center_v, scale_
 def _forward_fp8_op(
     q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, v_t, *, blocks, mode, out_dtype, return_lse, backend=None, **options
 ):
-    problem = _problem(q, k, v, **options)
+    problem = _problem(q, k, v, out_dtype=out_dtype, **options)
     problem.return_lse, problem.fp8 = return_lse, Scales(q_scale, k_scale, v_scale, k_mean, v_mean, blocks, mode, out_dtype, v_t)
     out, lse = registry.select(problem, backend).forward(problem)
     return out, torch.empty(0, device=q.device) if not return_lse or lse is None else lse
@@ -134,8 +164,10 @@ _LIBRARY.impl("forward_fp8", _forward_fp8_op, "CompositeExplicitAutograd")
 torch.library.register_fake("attn3::quantize_fp8", _quantize_fake, lib=_LIBRARY)
 torch.library.register_fake("attn3::forward_fp8", _forward_fp8_fake, lib=_LIBRARY)
 _LIBRARY.impl("forward", _forward_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("partials", _partials_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("backward", _backward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("attn3::forward", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("attn3::partials", _partials_fake, lib=_LIBRARY)
 torch.library.register_fake("attn3::backward", _backward_fake, lib=_LIBRARY)
 
 
@@ -147,24 +179,25 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scale, window_left, window_right, softcap, max_seqlen_q,
-        max_seqlen_k, deterministic, backend,
+        max_seqlen_k, deterministic, backend, num_splits, out_dtype,
     ):  # fmt: skip
         return torch.ops.attn3.forward(
             q, k, v, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap, sinks=sinks,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic, backend=backend,
+            num_splits=num_splits, out_dtype=out_dtype,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        tensors, numbers = inputs[:8], inputs[8:]
+        tensors, numbers = inputs[:8], inputs[8:16]  # a gradient does not depend on the last two, num_splits and out_dtype
         ctx.numbers = numbers
         ctx.set_materialize_grads(False)  # a result that nothing depends on then arrives as None
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        rest = (None,) * 12
+        rest = (None,) * 14
         if dout is None:
             if dlse is None:
                 return None, None, None, None, *rest
@@ -257,10 +290,29 @@ def _check_not_transformed() -> None:
         )
 
 
+def partials(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
+    """The results of ``problem.num_splits`` parts of the keys: (splits, *out_shape) and (splits, *lse_shape)."""
+    _check_no_gradient(problem)
+    return _through_dispatcher(problem, backend, "partials")
+
+
+def _check_no_gradient(problem: Problem) -> None:
+    """A cache is written in place between calls, so a gradient through it would be one of something else."""
+    transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    if problem.needs_grad or transformed:
+        raise Unsupported(
+            f"the call needs a gradient or is under a torch.func transform ({problem.describe()}); calls over a KV cache and"
+            " the parts of num_splits have none, use torch.no_grad(), or attention() and merge_states()"
+        )
+
+
 def forward(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of a checked problem, through the dispatcher whenever somebody listens there. lse may be None if not asked for."""
     if problem.fp8 is not None:
         return _forward_fp8(problem, backend)
+    if problem.keys is not None and (torch.compiler.is_compiling() or _observed(problem)):
+        _check_no_gradient(problem)
+        return _through_dispatcher(problem, backend)
     if torch.compiler.is_compiling():
         return _differentiably(problem, backend) if problem.needs_grad else _through_dispatcher(problem, backend)
     if _observed(problem):
@@ -271,7 +323,7 @@ def forward(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | Non
         transformed = dual or torch._C._functorch.peek_interpreter_stack() is not None
         return _differentiably(problem, backend) if transformed or problem.needs_grad else _through_dispatcher(problem, backend)
     chosen = registry.select(problem, backend)
-    if hasattr(chosen, "backward") and problem.needs_grad:
+    if hasattr(chosen, "backward") and problem.needs_grad:  # of a cached call no backend is chosen then
         return _differentiable(problem, chosen.name)
     return chosen.forward(problem)
 
@@ -292,7 +344,8 @@ def _differentiable(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         tensors = _distinct(tensors)
     return _Attention.apply(
-        *tensors, p.scale, left, right, p.softcap, p.max_seqlen_q, p.max_seqlen_k, p.deterministic, backend
+        *tensors, p.scale, left, right, p.softcap, p.max_seqlen_q, p.max_seqlen_k, p.deterministic, backend, p.num_splits,
+        None if p.out_dtype == p.q.dtype else p.out_dtype,
     )  # fmt: skip
 
 
@@ -304,13 +357,21 @@ def _distinct(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     return found
 
 
-def _through_dispatcher(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
+def _through_dispatcher(problem: Problem, backend: str | None, op: str = "forward") -> tuple[Tensor, Tensor]:
     left, right = problem.window
-    return torch.ops.attn3.forward(
+    cache = {}
+    if problem.keys is not None:
+        k = problem.keys
+        cache = {
+            "cache_seqlens": k.used, "page_table": k.page_table, "cache_batch_idx": k.batch_idx, "cache_leftpad": k.leftpad,
+            "k_descale": k.k_descale, "v_descale": k.v_descale,
+        }  # fmt: skip
+    return getattr(torch.ops.attn3, op)(
         problem.q, problem.k, problem.v, scale=problem.scale, window_left=left, window_right=right, softcap=problem.softcap,
         sinks=problem.sinks, cu_seqlens_q=problem.cu_seqlens_q, cu_seqlens_k=problem.cu_seqlens_k, seqused_q=problem.seqused_q,
         seqused_k=problem.seqused_k, max_seqlen_q=problem.max_seqlen_q, max_seqlen_k=problem.max_seqlen_k,
-        deterministic=problem.deterministic, backend=backend,
+        deterministic=problem.deterministic, backend=backend, num_splits=problem.num_splits,
+        out_dtype=None if problem.out_dtype == problem.q.dtype else problem.out_dtype, **cache,
     )  # fmt: skip
 
 

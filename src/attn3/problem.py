@@ -15,13 +15,16 @@ from torch import Tensor
 
 from attn3 import settings
 from attn3.errors import AttentionError, Unsupported
-from attn3.fp8 import E4M3, Scales, check_mode, check_scales
+from attn3.fp8 import E4M3, Scales, check_combination, check_mode, check_scales
+from attn3.keys import Keys
 from attn3.masks import Causal, Full, Mask, Window, window_of
 from attn3.scores import Score, Softcap
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 512
+MAX_SPLITS = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CACHE_DTYPES = (torch.float8_e4m3fn,)  # of a cache beside half-precision queries
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _SHAPES = {False: "(batch, seqlen, heads, head_dim)", True: "(total_tokens, heads, head_dim)"}
 
@@ -33,6 +36,11 @@ class Problem:
     Dense: q (batch, query_length, heads, head_dim), k (batch, key_length, kv_heads, head_dim), v (batch, key_length, kv_heads,
     head_dim_v). Packed: q (total_q, heads, head_dim) and so on, sequences delimited by ``cu_seqlens_q`` and ``cu_seqlens_k``
     (int32, batch + 1). ``seqused_q``/``seqused_k`` (int32, batch): how many rows of each sequence are in use.
+
+    Cached: ``keys`` says where in k and v, the tensors of a KV cache, the keys of each sequence lie; q is dense, or packed by
+    ``cu_seqlens_q`` alone. ``num_splits``: the keys of each sequence are cut into that many parts, whose results are merged; None
+    leaves it to the backend. ``out_dtype`` is q's dtype (of FP8 that of what was
+    quantised) or float32.
     """
 
     q: Tensor
@@ -51,6 +59,13 @@ class Problem:
     return_lse: bool = True  # False: the backend may leave lse out and return None for it
     deterministic: bool = False  # gradients repeat bitwise
     fp8: Scales | None = None  # with q, k and v in e4m3: what they stand for
+    keys: Keys | None = None
+    num_splits: int | None = None
+    out_dtype: torch.dtype | None = None  # `of` puts q's dtype in the place of None
+
+    def __post_init__(self) -> None:
+        if self.out_dtype is None:
+            self.out_dtype = self.q.dtype if self.fp8 is None else self.fp8.out_dtype
 
     @staticmethod
     def of(
@@ -71,10 +86,21 @@ class Problem:
         return_lse: bool = True,
         deterministic: bool = False,
         fp8: Scales | None = None,
+        keys: Keys | None = None,
+        num_splits: int | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Problem:
         packed = cu_seqlens_q is not None
-        q, k, v = _autocast(q, k, v)
-        _check_tensors(q, k, v, packed, fp8 is not None)
+        q, k, v = _autocast(q, k, v, keys is not None)
+        if keys is None:
+            _check_tensors(q, k, v, packed, fp8 is not None)
+        else:
+            _check_cache_tensors(q, k, v, packed)
+        own = q.dtype if fp8 is None else fp8.out_dtype
+        if out_dtype is not None and out_dtype is not own and (out_dtype is not torch.float32 or own is torch.float64):
+            raise AttentionError(f"out_dtype is {out_dtype}; pass torch.float32, or None for q's dtype, {own}")
+        if num_splits is not None and (type(num_splits) is not int or not 1 <= num_splits <= MAX_SPLITS):
+            raise AttentionError(f"num_splits is {num_splits!r}; pass an int from 1 to {MAX_SPLITS}, or None to leave it open")
         if mask is None:
             mask = _FULL
         elif mask is not _FULL:
@@ -87,7 +113,7 @@ class Problem:
             raise AttentionError(f"scale is {scale!r}; pass a finite Python number (head_dim ** -0.5 is the default)")
         problem = Problem(
             q, k, v, mask, score, float(scale), sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-            return_lse, deterministic, fp8,
+            return_lse, deterministic, fp8, keys, num_splits, out_dtype,
         )  # fmt: skip
         if sinks is not None:
             _check_sinks(sinks, q)
@@ -97,12 +123,15 @@ class Problem:
             _check_used(problem)
         if fp8 is not None:
             check_mode(fp8.mode, return_lse)
+            check_combination(problem, fp8.out_dtype)
             check_scales(problem, fp8)
             if problem.needs_grad:
                 raise Unsupported(
                     "an input requires grad and FP8 attention has no backward pass; train in bfloat16 or float16, or call it under"
                     " torch.no_grad()"
                 )
+        if keys is not None:
+            _check_keys(problem)
         return problem
 
     @property
@@ -146,10 +175,6 @@ class Problem:
             or (self.sinks is not None and self.sinks.requires_grad)
         )
 
-    @property
-    def out_dtype(self) -> torch.dtype:
-        return self.q.dtype if self.fp8 is None else self.fp8.out_dtype
-
     def out_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.v.shape[-1])
 
@@ -171,10 +196,18 @@ class Problem:
             parts.append("sinks")
         if self.fp8 is not None:
             parts.append(f"FP8 {self.fp8.mode}")
+        if self.keys is not None:
+            cache = "a cache" if self.keys.page_table is None else f"a cache of pages of {self.k.shape[1]}"
+            parts.append(cache if self.k.dtype == self.q.dtype else f"{cache} in {str(self.k.dtype).removeprefix('torch.')}")
+        if self.num_splits not in (None, 1):
+            parts.append(f"{self.num_splits} splits")
+        if self.fp8 is None and self.out_dtype != self.q.dtype:
+            parts.append(f"out in {str(self.out_dtype).removeprefix('torch.')}")
         return ", ".join(parts)
 
 
 _FULL, _CAUSAL = Full(), Causal()
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def mask_from_window(left: int | None, right: int | None) -> Mask:
@@ -187,7 +220,7 @@ def mask_from_window(left: int | None, right: int | None) -> Mask:
     return Window(left, right)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _autocast(q: Tensor, k: Tensor, v: Tensor, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast floating inputs are cast to its dtype, as scaled_dot_product_attention does."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, got = next((n, t) for n, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Tensor))
@@ -195,7 +228,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kind = "cuda" if q.is_cuda else "cpu" if q.is_cpu else None  # q.device.type takes ten times as long
     if kind is not None and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        q, k, v = (t.to(dtype) if t.dtype in (torch.float16, torch.bfloat16, torch.float32) else t for t in (q, k, v))
+        cast = lambda t: t.to(dtype) if t.dtype in _CAST else t
+        return cast(q), *((k, v) if cached else (cast(k), cast(v)))  # a cache keeps its dtype
     return q, k, v
 
 
@@ -222,6 +256,17 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, fp8: bool) -> 
     device = q.device
     if k.device != device or v.device != device:
         raise AttentionError(f"q, k, v are on {device}, {k.device}, {v.device}; move them to one device")
+    _check_heads(q_shape, k_shape, v_shape)
+    if packed:
+        if k_shape[0] != v_shape[0]:
+            raise AttentionError(f"k has {k_shape[0]} tokens and v has {v_shape[0]}; they must be equal")
+    elif k_shape[0] != q_shape[0] or v_shape[0] != q_shape[0]:
+        raise AttentionError(f"q, k, v have batch {q_shape[0]}, {k_shape[0]}, {v_shape[0]}; they must be equal")
+    elif k_shape[1] != v_shape[1]:
+        raise AttentionError(f"k has {k_shape[1]} keys and v has {v_shape[1]}; they must be equal")
+
+
+def _check_heads(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size) -> None:
     heads, dim, kv_heads, k_dim, v_heads, dim_v = q_shape[-2], q_shape[-1], k_shape[-2], k_shape[-1], v_shape[-2], v_shape[-1]
     if v_heads != kv_heads:
         raise AttentionError(f"k has {kv_heads} heads and v has {v_heads}; they must be equal")
@@ -233,13 +278,85 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, fp8: bool) -> 
         raise AttentionError(f"q has head_dim {dim}; pass a multiple of 8 from 8 to {MAX_HEAD_DIM} (pad q and k with zeros)")
     if dim_v % 8 or not 8 <= dim_v <= MAX_HEAD_DIM_V:
         raise AttentionError(f"v has head_dim {dim_v}; pass a multiple of 8 from 8 to {MAX_HEAD_DIM_V} (pad v, slice the output)")
-    if packed:
-        if k_shape[0] != v_shape[0]:
-            raise AttentionError(f"k has {k_shape[0]} tokens and v has {v_shape[0]}; they must be equal")
-    elif k_shape[0] != q_shape[0] or v_shape[0] != q_shape[0]:
-        raise AttentionError(f"q, k, v have batch {q_shape[0]}, {k_shape[0]}, {v_shape[0]}; they must be equal")
-    elif k_shape[1] != v_shape[1]:
-        raise AttentionError(f"k has {k_shape[1]} keys and v has {v_shape[1]}; they must be equal")
+
+
+def _check_cache_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    rank = 3 if packed else 4
+    if q.dim() != rank:
+        raise AttentionError(f"q has shape {tuple(q.shape)}; pass {rank} dimensions, {_SHAPES[packed]}")
+    for name, t in (("k_cache", k), ("v_cache", v)):
+        if t.dim() != 4:
+            raise AttentionError(
+                f"{name} has shape {tuple(t.shape)}; pass 4 dimensions, (pages, page_size, kv_heads, head_dim) or"
+                " (rows, capacity, kv_heads, head_dim)"
+            )
+    if q.dtype not in DTYPES:
+        raise AttentionError(f"q has dtype {q.dtype}; pass float16 or bfloat16 (on the CPU also float32 or float64)")
+    if k.dtype != v.dtype or (k.dtype != q.dtype and k.dtype not in CACHE_DTYPES):
+        raise AttentionError(f"k_cache, v_cache have dtype {k.dtype}, {v.dtype}; both need q's, {q.dtype}, or float8_e4m3fn")
+    if k.device != q.device or v.device != q.device:
+        raise AttentionError(f"q, k_cache, v_cache are on {q.device}, {k.device}, {v.device}; move them to one device")
+    _check_heads(q.shape, k.shape, v.shape)
+    if k.shape[:2] != v.shape[:2]:
+        raise AttentionError(f"k_cache has shape {tuple(k.shape)} and v_cache {tuple(v.shape)}; the first two sizes must be equal")
+
+
+def _check_keys(p: Problem) -> None:
+    """What ``attn3.keys.Keys`` asks for, in the words of the call."""
+    keys, device, batch = p.keys, p.q.device, p.batch
+    if p.cu_seqlens_k is not None or p.seqused_q is not None or p.seqused_k is not None:
+        raise AttentionError("cu_seqlens_k, seqused_q or seqused_k came with a cache; lengths of cached keys are cache_seqlens")
+    _int32_vector("cache_seqlens", keys.used, device, batch, "(batch,)")
+    if keys.leftpad is not None:
+        _int32_vector("cache_leftpad", keys.leftpad, device, batch, "(batch,)")
+    table = keys.page_table
+    if table is not None:
+        if keys.batch_idx is not None:
+            raise AttentionError("cache_batch_idx is given beside page_table; a cache of pages has no rows, leave it out")
+        if not isinstance(table, Tensor) or table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != batch:
+            got = f"{tuple(table.shape)} {table.dtype}" if isinstance(table, Tensor) else type(table).__name__
+            raise AttentionError(f"page_table is {got}; pass an int32 tensor of shape (batch, pages) = ({batch}, pages)")
+        if table.device != device:
+            raise AttentionError(f"page_table is on {table.device} and q on {device}; move it to q's device")
+    elif keys.batch_idx is not None:
+        _int32_vector("cache_batch_idx", keys.batch_idx, device, batch, "(batch,)")
+    elif p.k.shape[0] != batch:
+        raise AttentionError(
+            f"k_cache has {p.k.shape[0]} rows and q has batch {batch}; they must be equal, or pass cache_batch_idx or page_table"
+        )
+    if keys.capacity(p.k) > 0 and p.k.shape[0] == 0 and batch > 0:
+        raise AttentionError(f"k_cache has shape {tuple(p.k.shape)}; pass a cache with at least one page (row)")
+    for name, descale in (("k_descale", keys.k_descale), ("v_descale", keys.v_descale)):
+        if descale is None:
+            continue
+        if p.k.dtype not in CACHE_DTYPES:
+            raise AttentionError(f"{name} is a tensor and the cache is {p.k.dtype}; descales belong to a float8_e4m3fn cache")
+        if not isinstance(descale, Tensor) or tuple(descale.shape) != (batch, p.kv_heads) or descale.dtype != torch.float32:
+            got = f"{tuple(descale.shape)} {descale.dtype}" if isinstance(descale, Tensor) else type(descale).__name__
+            raise AttentionError(f"{name} is {got}; pass a float32 tensor of shape (batch, kv_heads) = ({batch}, {p.kv_heads})")
+        if descale.device != device:
+            raise AttentionError(f"{name} is on {descale.device} and q on {device}; move it to q's device")
+    if settings.value_checks() and not torch.compiler.is_compiling():
+        _check_key_values(p, keys)
+
+
+def _check_key_values(p: Problem, keys: Keys) -> None:
+    capacity, used = keys.capacity(p.k), keys.used.tolist()
+    if any(not 0 <= u <= capacity for u in used):
+        raise AttentionError(f"cache_seqlens is {_short(used)}; each must lie between 0 and the room of a sequence, {capacity}")
+    if keys.leftpad is not None:
+        pads = keys.leftpad.tolist()
+        if any(not 0 <= pad <= u for pad, u in zip(pads, used, strict=True)):
+            raise AttentionError(f"cache_leftpad is {_short(pads)}; each must lie between 0 and cache_seqlens, {_short(used)}")
+    if keys.batch_idx is not None:
+        rows = keys.batch_idx.tolist()
+        if any(not 0 <= row < p.k.shape[0] for row in rows):
+            raise AttentionError(f"cache_batch_idx is {_short(rows)}; each must be one of the cache's {p.k.shape[0]} rows")
+    if keys.page_table is not None:
+        for b, (row, u) in enumerate(zip(keys.page_table.tolist(), used, strict=True)):
+            pages = row[: -(-u // p.k.shape[1])]
+            if any(not 0 <= page < p.k.shape[0] for page in pages):
+                raise AttentionError(f"page_table[{b}] is {_short(pages)}; each must be one of the cache's {p.k.shape[0]} pages")
 
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:
@@ -270,15 +387,18 @@ def _check_packed(p: Problem) -> None:
     _int32_vector("cu_seqlens_q", cu_q, device, None, "(batch + 1,)")
     if cu_q.shape[0] < 1:
         raise AttentionError("cu_seqlens_q has shape (0,); pass batch + 1 offsets, starting with 0")
-    if cu_k is None:
-        raise AttentionError("cu_seqlens_k is None; pass it beside cu_seqlens_q (the same tensor for self-attention)")
-    _int32_vector("cu_seqlens_k", cu_k, device, cu_q.shape[0], "(batch + 1,) like cu_seqlens_q")
+    packed = [("cu_seqlens_q", cu_q, p.q.shape[0])]
+    if p.keys is None:
+        if cu_k is None:
+            raise AttentionError("cu_seqlens_k is None; pass it beside cu_seqlens_q (the same tensor for self-attention)")
+        _int32_vector("cu_seqlens_k", cu_k, device, cu_q.shape[0], "(batch + 1,) like cu_seqlens_q")
+        packed.append(("cu_seqlens_k", cu_k, p.k.shape[0]))
     for name, bound in (("max_seqlen_q", p.max_seqlen_q), ("max_seqlen_k", p.max_seqlen_k)):
         if bound is not None and (isinstance(bound, (bool, Tensor)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0):
             raise AttentionError(f"{name} is {bound!r}; pass a Python int >= 0 (an upper bound will do), or leave it out")
     # offsets on the host cost nothing to look at; on a GPU only when asked, since that waits for the device
     if not torch.compiler.is_compiling() and (device.type == "cpu" or settings.value_checks()):
-        for name, cu, total in (("cu_seqlens_q", cu_q, p.q.shape[0]), ("cu_seqlens_k", cu_k, p.k.shape[0])):
+        for name, cu, total in packed:
             offsets = cu.tolist()
             if offsets[0] != 0:
                 raise AttentionError(f"{name} starts with {offsets[0]}; it must start with 0")

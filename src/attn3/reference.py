@@ -27,7 +27,7 @@ def reference(
     """
     p = problem
     how = (p.window, p.scale, p.softcap, None if p.sinks is None else p.sinks.to(compute_dtype), compute_dtype, round_p)
-    if not p.packed and p.seqused_q is None and p.seqused_k is None:
+    if not p.packed and p.seqused_q is None and p.seqused_k is None and p.keys is None:
         return _attend(p.q, p.k, p.v, *how)
 
     starts_q, starts_k = _starts(p.cu_seqlens_q, p.batch), _starts(p.cu_seqlens_k, p.batch)
@@ -35,9 +35,10 @@ def reference(
     used_k = None if p.seqused_k is None else p.seqused_k.tolist()
     outs, lses = [], []
     for b in range(p.batch):
-        q, k, v = _sequence(p.q, b, starts_q), _sequence(p.k, b, starts_k), _sequence(p.v, b, starts_k)
+        q = _sequence(p.q, b, starts_q)
+        k, v = (_sequence(t, b, starts_k) if p.keys is None else _cached(p, t, b, compute_dtype) for t in (p.k, p.v))
         rows = q.shape[1] if used_q is None else used_q[b]
-        keys = k.shape[1] if used_k is None else used_k[b]
+        keys = k.shape[1] if used_k is None else used_k[b]  # of a cache only what is in use was taken
         out, lse = _pad_rows(*_attend(q[:, :rows], k[:, :keys], v[:, :keys], *how), q.shape[1])
         outs.append(out)
         lses.append(lse)
@@ -57,6 +58,21 @@ def _starts(cu_seqlens: Tensor | None, batch: int) -> list[int] | None:
 
 def _sequence(t: Tensor, b: int, starts: list[int] | None) -> Tensor:
     return t[b : b + 1] if starts is None else t[None, starts[b] : starts[b + 1]]
+
+
+def _cached(p: Problem, cache: Tensor, b: int, dtype: torch.dtype) -> Tensor:
+    """(1, keys, kv_heads, dim) of sequence b, dequantised, one token after the other."""
+    keys, size = p.keys, cache.shape[1]
+    rows = list(range(p.batch)) if keys.batch_idx is None else keys.batch_idx.tolist()
+    places = [(rows[b], t) for t in range(size)]
+    if keys.page_table is not None:
+        places = [(page, t) for page in keys.page_table[b].tolist() for t in range(size)]
+    first = 0 if keys.leftpad is None else max(int(keys.leftpad[b]), 0)
+    last = max(0, min(int(keys.used[b]), len(places)))
+    tokens = [cache[min(max(page, 0), cache.shape[0] - 1), t] for page, t in places[first:last]]
+    found = torch.stack(tokens).to(dtype) if tokens else cache.new_zeros(0, *cache.shape[2:], dtype=dtype)
+    descale = keys.k_descale if cache is p.k else keys.v_descale
+    return (found if descale is None else found * descale[b, :, None].to(dtype))[None]
 
 
 def _pad_rows(out: Tensor, lse: Tensor, rows: int) -> tuple[Tensor, Tensor]:

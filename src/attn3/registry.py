@@ -29,7 +29,7 @@ class Backend(Protocol):
         """Every reason why this backend cannot run the call; empty when it can."""
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
-        """(out, lse): out contiguous, in q's dtype, shape ``problem.out_shape()``; lse float32, ``problem.lse_shape()``.
+        """(out, lse): out contiguous, ``problem.out_dtype``, ``problem.out_shape()``; lse float32, ``problem.lse_shape()``.
 
         Where ``problem.return_lse`` is False, lse may be None.
         """
@@ -50,6 +50,14 @@ class Differentiable(Backend, Protocol):
 
         out and lse are those of ``forward``. dout and dlse may have any strides, 0 included; dlse None stands for zeros.
         """
+
+
+@runtime_checkable
+class Splitting(Backend, Protocol):
+    """A backend that can hand out the results of the parts into which ``problem.num_splits`` cuts the keys."""
+
+    def partials(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """(out, lse): (num_splits, *problem.out_shape()), (num_splits, *problem.lse_shape()); float64 for float64, else float32."""
 
 
 def backends() -> dict[str, Backend]:

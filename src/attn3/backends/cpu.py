@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attn3.masks import visible_range, visit
+from attn3.merge import merge_states
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -38,10 +39,15 @@ class CpuBackend:
     summary = "tiled online softmax in torch ops, any torch device, linear memory, forward and backward"
 
     def refusals(self, problem: Problem) -> list[str]:
+        if problem.keys is not None and problem.needs_grad:
+            return ["an input requires grad, and calls over a KV cache have no gradient; use torch.no_grad()"]
         return []
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor]:
         p = problem
+        if p.num_splits not in (None, 1):
+            out, lse = merge_states(list(zip(*self.partials(p), strict=True)), out_dtype=p.out_dtype)
+            return out, lse.to(torch.float32)
         # zeros and -inf are the answer for every row that the loops below do not reach
         out = torch.zeros(p.out_shape(), dtype=p.out_dtype, device=p.q.device)
         lse = torch.full(p.lse_shape(), -math.inf, dtype=torch.float32, device=p.q.device)
@@ -51,6 +57,15 @@ class CpuBackend:
             from attn3.backends import cpu_fp8
 
             cpu_fp8.run(p, out, lse)
+        return out, lse
+
+    def partials(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        """Split s of n takes keys ``s * ceil(length / n)`` and on of a sequence: its own length decides, and nothing else."""
+        p, splits = problem, problem.num_splits or 1
+        out = p.q.new_zeros((splits, *p.out_shape()), dtype=_accumulator(p.q))
+        lse = p.q.new_full((splits, *p.lse_shape()), -math.inf, dtype=_accumulator(p.q))
+        for split in range(splits):
+            run(p, out[split], lse[split], (split, splits))
         return out, lse
 
     def backward(
@@ -73,14 +88,14 @@ class CpuBackend:
         return dq, dk, dv, None if dsinks is None else dsinks.to(p.sinks.dtype)
 
 
-def run(problem: Problem, out: Tensor | None, lse: Tensor) -> None:
-    """Writes out (None: not wanted, V is not read) and lse of all rows in use."""
+def run(problem: Problem, out: Tensor | None, lse: Tensor, split: tuple[int, int] = (0, 1)) -> None:
+    """Writes out (None: not wanted, V is not read) and lse of all rows in use. ``split``: which of how many parts of the keys."""
     p = problem
-    rule = Rule(p.window, p.scale, p.softcap, p.sinks)
+    rule = Rule(p.window, p.scale, p.softcap, p.sinks if split[0] == 0 else None, split)  # a sink is met once
     with torch.autocast(p.q.device.type, enabled=False):  # it would turn the float32 products below into half precision
         for part in _parts(p):
-            out_part = None if out is None else part.queries(out)
-            _attend(part.queries(p.q), part.keys(p.k), part.keys(p.v), out_part, part.per_row(lse), rule)
+            keys = part.source or _Dense(part.keys(p.k), part.keys(p.v))
+            _attend(part.queries(p.q), keys, None if out is None else part.queries(out), part.per_row(lse), rule)
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,7 @@ class _Part:
     batch: slice | None = None  # None beside `rows`: one packed sequence
     row: slice | None = None
     key: slice | None = None
+    source: _Cached | None = None  # of the keys, in the place of `key`
 
     def queries(self, t: Tensor) -> Tensor:
         return t if self.row is None else t[None, self.row] if self.batch is None else t[self.batch, self.row]
@@ -103,8 +119,11 @@ class _Part:
 
 
 def _parts(p: Problem) -> Iterator[_Part]:
-    if not p.packed and p.seqused_q is None and p.seqused_k is None:
+    if not p.packed and p.seqused_q is None and p.seqused_k is None and p.keys is None:
         yield _Part()
+        return
+    if p.keys is not None:
+        yield from _cached_parts(p)
         return
     used_q = None if p.seqused_q is None else p.seqused_q.tolist()
     used_k = None if p.seqused_k is None else p.seqused_k.tolist()
@@ -118,6 +137,88 @@ def _parts(p: Problem) -> Iterator[_Part]:
         yield _Part(None if p.packed else slice(b, b + 1), slice(start_q, end_q), slice(start_k, end_k))
 
 
+def _cached_parts(p: Problem) -> Iterator[_Part]:
+    """One sequence after the other, so that nothing in a sequence's result depends on its neighbours."""
+    keys, capacity = p.keys, p.keys.capacity(p.k)
+    starts = p.cu_seqlens_q.tolist() if p.packed else None
+    used = keys.used.tolist()
+    leftpad = [0] * p.batch if keys.leftpad is None else keys.leftpad.tolist()
+    places = keys.page_table if keys.page_table is not None else keys.batch_idx
+    if places is not None:
+        places = places.to(torch.int64).clamp(0, max(p.k.shape[0] - 1, 0))
+    for b in range(p.batch):
+        end = min(max(used[b], 0), capacity)
+        source = _Cached(
+            p.k, p.v, torch.tensor(b) if places is None else places[b], min(max(leftpad[b], 0), end), end,
+            None if keys.k_descale is None else keys.k_descale[b], None if keys.v_descale is None else keys.v_descale[b],
+        )  # fmt: skip
+        row = slice(0, p.q.shape[1]) if starts is None else slice(starts[b], starts[b + 1])
+        yield _Part(None if p.packed else slice(b, b + 1), row, source=source)
+
+
+class _Dense:
+    """The keys and values of sequences of one length, (batch, keys, kv_heads, dim), as tensors."""
+
+    def __init__(self, k: Tensor, v: Tensor | None) -> None:
+        self.k, self.v = k, v
+        self.length, self.kv_heads = k.shape[1:3]
+        self.dim_v = 0 if v is None else v.shape[3]
+
+    def piece(self, some: slice, heads: slice) -> _Dense:
+        return _Dense(self.k[some, :, heads], None if self.v is None else self.v[some, :, heads])
+
+    def load(self, begin: int, end: int, dtype: torch.dtype, with_v: bool) -> tuple[Tensor, Tensor | None]:
+        """Keys ``begin … end - 1`` as (pairs, keys, dim), and their values."""
+        return _pairs(self.k[:, begin:end], dtype), _pairs(self.v[:, begin:end], dtype) if with_v else None
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """The keys and values of one sequence in a cache, gathered block by block.
+
+    A block is contiguous in the dtype of the arithmetic wherever it came from. So the same tokens give the same bits in pages of
+    any size and order and in a cache without pages.
+    """
+
+    k: Tensor
+    v: Tensor
+    place: Tensor  # int64: the sequence's pages, or its row as a single number
+    first: int
+    end: int
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+
+    @property
+    def length(self) -> int:
+        return self.end - self.first
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def dim_v(self) -> int:
+        return self.v.shape[3]
+
+    def piece(self, some: slice, heads: slice) -> _Cached:
+        descales = (None if d is None else d[heads] for d in (self.k_descale, self.v_descale))
+        return _Cached(self.k[:, :, heads], self.v[:, :, heads], self.place, self.first, self.end, *descales)
+
+    def load(self, begin: int, end: int, dtype: torch.dtype, with_v: bool) -> tuple[Tensor, Tensor | None]:
+        slots: tuple[Tensor | slice, ...] = (self.place, slice(begin + self.first, end + self.first))
+        if self.place.dim():
+            token = torch.arange(begin + self.first, end + self.first, device=self.k.device)
+            size = self.k.shape[1]
+            slots = (self.place[token // size], token % size)
+        k = self._block(self.k[slots], self.k_descale, dtype)
+        return k, self._block(self.v[slots], self.v_descale, dtype) if with_v else None
+
+    @staticmethod
+    def _block(t: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        t = t.transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+        return t if descale is None else t * descale[:, None, None].to(dtype)
+
+
 @dataclass(frozen=True)
 class Rule:
     """What is the same for every sequence of a call."""
@@ -126,27 +227,33 @@ class Rule:
     scale: float
     softcap: float | None
     sinks: Tensor | None
+    split: tuple[int, int] = (0, 1)
+
+    def keys_of_split(self, length: int) -> tuple[int, int]:
+        index, splits = self.split
+        size = -(-length // splits)
+        return min(index * size, length), min((index + 1) * size, length)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor, rule: Rule) -> None:
+def _attend(q: Tensor, keys: _Dense | _Cached, out: Tensor | None, lse: Tensor, rule: Rule) -> None:
     """Sequences of one length, dense layout: cuts them into pieces that fit the workspace."""
     batch, query_length, heads, dim = q.shape
-    key_length, kv_heads, dim_v = v.shape[1:]
+    key_length, kv_heads, dim_v = keys.length, keys.kv_heads, keys.dim_v
     if batch == 0 or query_length == 0 or heads == 0:
         return
     group = heads // kv_heads
     dtype = _accumulator(q)
-    rows, keys = _tile_shape(query_length, key_length, group)
+    rows, block = _tile_shape(query_length, key_length, group)
     # q, scores, the accumulator and its final quotient; K and V in float32
-    pair_bytes = dtype.itemsize * (group * rows * (dim + keys + 2 * dim_v) + keys * (dim + dim_v))
+    pair_bytes = dtype.itemsize * (group * rows * (dim + block + 2 * dim_v) + block * (dim + dim_v))
     batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes)
-    scores = q.new_empty(batch_at_once * heads_at_once * group * rows * keys, dtype=dtype)
+    scores = q.new_empty(batch_at_once * heads_at_once * group * rows * block, dtype=dtype)
     for some, kv_some, q_some in _pieces(batch, kv_heads, group, batch_at_once, heads_at_once):
         sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * _LOG2_E
         for row in range(0, query_length, rows):
             of_q = slice(row, min(row + rows, query_length))
             tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, sinks, scores)
-            tile.visit_keys(k[some, :, kv_some], None if out is None else v[some, :, kv_some], keys)
+            tile.visit_keys(keys.piece(some, kv_some), block, out is not None)
             tile.store(None if out is None else out[some, of_q, q_some], lse[some, q_some, of_q])
 
 
@@ -175,7 +282,7 @@ def _differentiate(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do
             met = sinks if coarse else None  # a tile that has met nothing leaves its gradient to lse
             tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, met, workspace[0])
             if coarse:
-                tile.visit_keys(k_some, None, keys)
+                tile.visit_keys(_Dense(k_some, None), keys, False)
             gradient = _TileGradient(
                 tile, out[some, of_q, q_some], lse[some, q_some, of_q], dout[some, of_q, q_some],
                 None if dlse is None else dlse[some, q_some, of_q], workspace[1:],
@@ -235,9 +342,9 @@ class _Tile:
             self.reference = top + self.headroom
             self.total = torch.exp2(top - _finite(self.reference))
 
-    def visit_keys(self, k: Tensor, v: Tensor | None, block_keys: int) -> None:
+    def visit_keys(self, keys: _Dense | _Cached, block_keys: int, with_v: bool) -> None:
         for begin, end, masked in self.blocks(block_keys):
-            self._add(k[:, begin:end], None if v is None else v[:, begin:end], begin, masked)
+            self._add(*keys.load(begin, end, self.q.dtype, with_v), begin, masked)
 
     def blocks(self, block_keys: int) -> Iterator[tuple[int, int, bool]]:
         """(begin, end, needs a mask) of the blocks of keys that the tile visits."""
@@ -246,6 +353,8 @@ class _Tile:
         # no key outside this range is even read: it may hold NaN
         key_begin, _ = visible_range(self.first_row, query_length, key_length, left, right)
         _, key_end = visible_range(last_row, query_length, key_length, left, right)
+        split_begin, split_end = self.rule.keys_of_split(key_length)
+        key_begin, key_end = max(key_begin, split_begin), min(key_end, split_end)
         blocks = visit(self.first_row, self.rows, block_keys, query_length, key_length, left, right)
         for block in range(blocks.begin, blocks.end):
             begin, end = max(block * block_keys, key_begin), min((block + 1) * block_keys, key_end)
@@ -253,7 +362,7 @@ class _Tile:
                 yield begin, end, not blocks.full_begin <= block < blocks.full_end
 
     def _add(self, k: Tensor, v: Tensor | None, first_key: int, masked: bool) -> None:
-        s = self.score(_pairs(k, self.q.dtype))
+        s = self.score(k)
         if masked:
             self.mask(s, first_key)
         top = s.amax(-1, keepdim=True).add_(self.headroom)
@@ -268,7 +377,6 @@ class _Tile:
                 self.acc.mul_(rescale)
         self.reference, self.total = reference, total
         if v is not None:
-            v = _pairs(v, s.dtype)
             self.acc = torch.bmm(p, v) if self.acc is None else self.acc.baddbmm_(p, v)
 
     def score(self, k: Tensor) -> Tensor:

@@ -30,6 +30,12 @@ class SdpaBackend:
         reasons = []
         if p.fp8 is not None:
             reasons.append("FP8 is not supported; leave precision out, or use another backend")
+        if p.keys is not None:
+            reasons.append("KV caches are not supported; use backend='cpu'")
+        if p.num_splits not in (None, 1):
+            reasons.append(f"num_splits is {p.num_splits}; the keys cannot be cut into parts there")
+        if p.fp8 is None and p.out_dtype != p.q.dtype:
+            reasons.append(f"out_dtype is {p.out_dtype}; the output has q's dtype there")
         if p.packed:
             reasons.append("packed sequences (cu_seqlens_q) are not supported; pad them, or use another backend")
         if p.seqused_q is not None or p.seqused_k is not None:
@@ -40,7 +46,7 @@ class SdpaBackend:
             reasons.append("sinks are not supported")
         if p.deterministic and p.needs_grad and p.q.is_cuda:
             reasons.append("deterministic=True is torch's own setting there: torch.use_deterministic_algorithms(True)")
-        if p.packed:
+        if p.packed or p.keys is not None:
             return reasons  # what follows looks at dense shapes
         query_length, key_length = p.q.shape[1], p.k.shape[1]
         if key_length == 0 or p.q.numel() == 0:

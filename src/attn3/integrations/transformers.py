@@ -13,6 +13,10 @@ side or in between; dynamic, static and sliding caches; packed rows, told by ``c
 restart. Results equal those of the "eager" implementation, except that queries which are padding give 0 in causal models, and
 that packed rows stay apart with a cache, too, where eager mixes them up.
 
+A forward through a KV cache of attn3's, for engines that batch continuously: ``model(ids, position_ids=batch.positions[None],
+kv_batch=batch, use_cache=False)`` with ``batch = cache.extend(sequences, counts)`` and ids (1, sum(counts)), the new tokens of all
+sequences one after the other. Every layer writes its keys and values into its layer of the cache, and attends to what is there.
+
 What is refused, with an error that names it: dropout, 4-D masks, mask overlays (image blocks, user functions), chunked attention
 beyond one chunk, additive position biases, sparse key indices, attention weights as an output.
 
@@ -30,7 +34,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from attn3.api import attention, varlen_attention
+from attn3.api import attention, decode, varlen_attention
+from attn3.cache import Batch
 from attn3.errors import AttentionError, Unsupported
 from attn3.masks import Mask, window_of
 from attn3.problem import mask_from_window
@@ -117,6 +122,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None,
+    kv_batch: Batch | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: query (batch, heads, length, head_dim) to out (batch, length, heads, head_dim_v)."""
@@ -139,6 +145,9 @@ def attention_forward(
             padding = attention_mask.to(device=q.device, dtype=torch.bool)
             rows = _padded(rows, padding, length, key_length, seen - length, max(seen - key_length, 0))
     options["mask"] = rows.mask
+    if kv_batch is not None:
+        padding = isinstance(attention_mask, Tensor) or rows.used_q is not None or rows.used_k is not None
+        return _through_cache(module, q, k, v, kv_batch, padding or cu_seq_lens_q is not None, options), None
     if rows.used_q is None and rows.used_k is None:
         cu_q, cu_k = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         if cu_q is not None:
@@ -372,6 +381,23 @@ def _remembered_cuts(position_ids: Tensor, batch: int) -> Tensor | None:
     cuts = _cuts((position_ids.diff(dim=1) == 1).expand(batch, -1))
     _last_cuts = (weakref.ref(position_ids), changes, batch, cuts)
     return cuts
+
+
+def _through_cache(
+    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, batch: Batch, told: bool, options: dict[str, Any]
+) -> Tensor:
+    total = sum(batch.counts)
+    if q.shape[:2] != (1, total):
+        raise AttentionError(
+            f"kv_batch has {total} new tokens and the forward's input is (batch, tokens) {tuple(q.shape[:2])}; pass ids of shape"
+            f" (1, {total})"
+        )
+    if told:
+        raise Unsupported(
+            "an attention_mask or cu_seq_lens_q came with kv_batch, which says itself what is visible; leave them out"
+        )
+    batch.write(k[0], v[0], module.layer_idx)
+    return decode(q[0], batch.layer(module.layer_idx), cu_seqlens_q=batch.cu_seqlens, **options)[None]
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, rows: Rows, options: dict[str, Any]) -> Tensor:

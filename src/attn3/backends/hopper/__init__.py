@@ -40,6 +40,12 @@ class HopperBackend:
         if problem.needs_grad and problem.head_dim_v > MAX_HEAD_DIM_V:
             limit = f"the backward pass takes up to {MAX_HEAD_DIM_V}"
             reasons.append(f"v has head_dim {problem.head_dim_v}; {limit}; use torch.no_grad()")
+        if problem.keys is not None:
+            reasons.append("KV caches are not supported yet; use backend='cpu'")
+        if problem.num_splits not in (None, 1):
+            reasons.append(f"num_splits is {problem.num_splits}; cutting the keys into parts is not supported yet")
+        if problem.fp8 is None and problem.out_dtype != problem.q.dtype:
+            reasons.append(f"out_dtype is {problem.out_dtype}; the output has q's dtype")
         return reasons
 
     def accepts(self, problem: Problem) -> bool:
@@ -51,6 +57,9 @@ class HopperBackend:
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
             and (problem.v.shape[-1] <= MAX_HEAD_DIM_V or not problem.needs_grad)
+            and problem.keys is None
+            and problem.num_splits in (None, 1)
+            and (problem.out_dtype is q.dtype or problem.fp8 is not None)
         )
 
     def _accepts_fp8(self, problem: Problem) -> bool:
