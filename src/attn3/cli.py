@@ -274,11 +274,22 @@ def demo(
     dtype: Annotated[str | None, typer.Option(help="float32 on a CPU and bfloat16 on a GPU if left out.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
     prompt: Annotated[str | None, typer.Option(help="The question.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Answer many questions at once through one paged cache.")] = False,
+    requests: Annotated[int | None, typer.Option(min=1, help="Questions of --serve; 16 if left out.")] = None,
 ) -> None:
     """A language model answers with attn3 as its attention, checked and measured against eager attention."""
     from attn3 import demo as show
 
+    given = [name for name, value in (("--tokens", tokens), ("--prompt", prompt)) if value is not None]
+    if serve and given:
+        _fail(f"{' and '.join(given)} given with --serve, which has questions of its own; leave one out")
+    if requests is not None and not serve:
+        _fail("--requests is given without --serve; pass both")
     try:
+        if serve:
+            from attn3 import serve_demo
+
+            raise typer.Exit(serve_demo.run(model, output, device, dtype, new_tokens, requests or 16))
         code = show.run(model, tokens, output, device, dtype, new_tokens, prompt or show.PROMPT)
     except show.DemoError as error:
         _fail(str(error))
