@@ -64,11 +64,17 @@ def _packed(**more: Any) -> Problem:
     return Problem.of(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, **more)
 
 
+def _cached(dtype: torch.dtype = torch.bfloat16, **more: Any) -> Problem:
+    q, k, v = (torch.zeros(2, 8, 2, 64, dtype=dtype) for dtype in (torch.bfloat16, dtype, dtype))
+    return Problem.of(q[:, :1], k, v, keys=attn3.Keys(torch.tensor([5, 8], dtype=torch.int32), **more))
+
+
 def features() -> dict[str, list[Problem]]:
     """What a user may ask for, each with calls that all have to run for a yes."""
     sinks = torch.zeros(2)
     used, used_packed = (torch.tensor(lengths, dtype=torch.int32) for lengths in ([5], [5, 0, 3]))
     causal = attn3.Causal()
+    table, pads = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     return {
         "bfloat16": [_dense()],
         "float16": [_dense(dtype=torch.float16)],
@@ -89,6 +95,9 @@ def features() -> dict[str, list[Problem]]:
         "FP8": [_fp8(), _fp8(mask=causal, heads=8), _fp8(attn3.FP8("fast"))],
         "FP8, packed sequences": [ops.quantize(_packed(), attn3.FP8())],
         "FP8, softcap": [_fp8(score=attn3.Softcap(30.0))],
+        "KV caches, paged and not (decode)": [_cached(), _cached(page_table=table), _cached(leftpad=pads)],
+        "float8_e4m3fn caches": [_cached(torch.float8_e4m3fn)],
+        "splits of the keys, float32 output": [_dense(num_splits=2), _dense(out_dtype=torch.float32)],
         "gradients": [_dense(grad=True)],
     }  # fmt: skip
 

@@ -216,6 +216,22 @@ def test_demo(run, tiny_model, tmp_path):
     assert (output / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_demo_serves(run, tiny_model, tmp_path):
+    output = tmp_path / "out"
+    arguments = ["--model", tiny_model, "--device", "cpu", "--new-tokens", 7, "--output", output, "--serve", "--requests", 3]
+    result = run("demo", *arguments)
+    report = json.loads((output / "serve.json").read_text())
+    assert report["different_answers"] == 0 and report["tokens"] == 21 and len(report["answers"]) == 3
+    assert report["steps"] == 7 and report["prefix_tokens"] > 200, "one token of each in every step, after the system prompt"
+    assert "every token is eager attention's" in result.stdout
+
+
+def test_demo_serves_or_reads_but_not_both(run):
+    assert "--tokens given with --serve" in run("demo", "--serve", "--tokens", 512, code=1).stderr
+    assert "--prompt given with --serve" in run("demo", "--serve", "--prompt", "x", code=1).stderr
+    assert "without --serve" in run("demo", "--requests", 3, code=1).stderr
+
+
 def test_demo_reports_a_disagreement(tiny_model, monkeypatch, capsys):
     """If attention were wrong, the demo would say so and fail."""
     from rich.console import Console

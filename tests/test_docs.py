@@ -94,6 +94,13 @@ def test_generated_blocks_are_up_to_date(generate):
     assert generate.out_of_date() == [], "run: python benchmarks/plot.py"
 
 
+def test_the_picture_of_the_cache_is_what_the_code_draws():
+    spec = importlib.util.spec_from_file_location("attn3_cache_picture", ROOT / "docs" / "cache_picture.py")
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    assert picture.PICTURE.read_text(encoding="utf-8") == picture.svg(), "run: python docs/cache_picture.py"
+
+
 def test_a_stale_block_is_noticed(generate):
     text = "a\n<!-- generated:x -->\nold\n<!-- /generated -->\nb"
     new = generate.rewritten(text, {"x": "new"})

@@ -278,21 +278,34 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=2, help="--train: updates; 10 on a CPU, 48 on a GPU.")] = None,
     context: Annotated[int | None, typer.Option(min=2, help="--train: tokens of a step; 128 on a CPU, 8192 on a GPU.")] = None,
     learning_rate: Annotated[float | None, typer.Option(min=0.0, help="--train: AdamW's; 5e-5 if left out.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Answer many questions at once through one paged cache.")] = False,
+    requests: Annotated[int | None, typer.Option(min=1, help="Questions of --serve; 16 if left out.")] = None,
 ) -> None:
     """A language model answers with attn3 as its attention, checked and measured against eager attention."""
     from attn3 import demo as show
 
+    if train and serve:
+        raise typer.BadParameter("--train and --serve are two demos; pass one")
     answering = {"--tokens": tokens, "--new-tokens": new_tokens, "--prompt": prompt}
     training = {"--steps": steps, "--context": context, "--learning-rate": learning_rate}
     for option, value in (answering if train else training).items():
         if value is not None:
             raise typer.BadParameter(f"{option} has no meaning {'with' if train else 'without'} --train")
+    given = [name for name, value in (("--tokens", tokens), ("--prompt", prompt)) if value is not None]
+    if serve and given:
+        _fail(f"{' and '.join(given)} given with --serve, which has questions of its own; leave one out")
+    if requests is not None and not serve:
+        _fail("--requests is given without --serve; pass both")
     try:
         if train:
             from attn3 import train_demo
 
             rate = 5e-5 if learning_rate is None else learning_rate
             code = train_demo.run(model, steps, context, rate, output, device, dtype)
+        elif serve:
+            from attn3 import serve_demo
+
+            code = serve_demo.run(model, output, device, dtype, new_tokens or 64, requests or 16)
         else:
             code = show.run(model, tokens, output, device, dtype, new_tokens or 64, prompt or show.PROMPT)
     except (show.DemoError, AttentionError, Unsupported) as error:
