@@ -144,6 +144,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--out", type=Path, help="file that rows are appended to")
     parser.add_argument("--commit", help="commit to record where the checkout has no git data")
     args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device; the backward kernels are measured on a Hopper GPU only")
     names = args.providers.split(",") if args.providers else list(PROVIDERS)
     shared, watch, rows = runs.common("cuda", args.commit), Bursts(), []
     with open(args.out or os.devnull, "a") as out, timing.Sampler() as sampler:

@@ -27,7 +27,7 @@ import timing  # noqa: E402
 
 import attn3  # noqa: E402
 from attn3 import FP8, fp8, ops, registry  # noqa: E402
-from attn3.backends.hopper import compile_fp8, config_fp8, launch_fp8  # noqa: E402
+from attn3.backends.hopper import compile, compile_fp8, config_fp8, launch_fp8  # noqa: E402
 from attn3.backends.hopper.config_fp8 import Fp8Features, Fp8Tile  # noqa: E402
 from attn3.problem import Problem  # noqa: E402
 from attn3.reference import reference  # noqa: E402
@@ -106,14 +106,14 @@ def with_tile(tile: Fp8Tile) -> Iterator[None]:
 
     for module in (config_fp8, compile_fp8):
         module.choose = choose
-    compile_fp8._kernels.clear()
+    compile._kernels.clear()
     launch_fp8._plans.clear()
     try:
         yield
     finally:
         for module in (config_fp8, compile_fp8):
             module.choose = chosen
-        compile_fp8._kernels.clear()
+        compile._kernels.clear()
         launch_fp8._plans.clear()
 
 

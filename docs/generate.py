@@ -155,10 +155,9 @@ def tiles_table() -> str:
             ("registers" if r["q_in_registers"] else "shared memory"),
             ("through shared memory" if r["stage_out"] else "from registers"),
         )
-        turns = ", taking turns" if r["turns"] else ""
         lines.append(
             f"| {r['head_dim']}, {r['head_dim_v']} | {', '.join(r['masks'])} | {64 * r['warpgroups']} × {r['block_keys']} "
-            f"| {r['warpgroups']}{turns} | {r['stages_k']} / {r['stages_v']} | {q} | {out} | {r['provenance']} |"
+            f"| {r['warpgroups']} | {r['stages_k']} / {r['stages_v']} | {q} | {out} | {r['provenance']} |"
         )
     return "\n".join(lines)
 

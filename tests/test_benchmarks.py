@@ -157,6 +157,17 @@ def test_the_mix_of_lengths_is_the_same_everywhere(runner):
     assert sum(lengths) >= 65536 > sum(lengths[:-1]) and 500 < sum(lengths) / len(lengths) < 900
 
 
+def test_the_backward_benchmark_wants_a_gpu_and_counts_its_cells(monkeypatch, capsys):
+    backward = load("backward")
+    cells = backward.cells()
+    assert len(cells) == 22 and {c.head_dim for c in cells} == {64, 128, 256}
+    assert all(c.tokens == 16384 for c in cells) and sum(c.heads != c.kv_heads for c in cells) == 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        backward.main([])
+    assert "there is no CUDA device" in capsys.readouterr().err
+
+
 def test_accuracy_rows(tmp_path):
     accuracy = load("accuracy")
     if torch.cuda.is_available():

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from attn3.backends.hopper import compile, config, disk_cache, environment
-from attn3.backends.hopper.config import Features
+from attn3.backends.hopper.config import BackwardFeatures, Features
+from attn3.backends.hopper.config_fp8 import QuantizeFeatures
 from attn3.backends.hopper.disk_cache import LIBRARY, DiskCache
 
 KEY = "forward bf16 d128 causal"
@@ -278,6 +279,21 @@ def is_dense(kernel) -> bool:
 @needs_dsl
 @needs_linker
 @pytest.mark.compile
+def test_every_kind_of_kernel_is_kept_as_a_library(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTN3_CACHE_DIR", str(tmp_path))
+    kinds = BackwardFeatures("bfloat16", 64, 64), QuantizeFeatures("bfloat16", 64, True, True, False)
+    for features in kinds:
+        compile._load_or_compile(features)
+    assert len(files(disk_cache.default(), LIBRARY)) == 2
+    monkeypatch.setattr(compile, "build", _refuse)
+    monkeypatch.setattr(compile, "load", _refuse)  # the DSL's loader
+    for features in kinds:
+        compile._load_or_compile(features)
+
+
+@needs_dsl
+@needs_linker
+@pytest.mark.compile
 def test_an_object_is_linked_once(kernels, monkeypatch):
     monkeypatch.setattr(compile, "load", _refuse)
     assert is_dense(compile._load_or_compile(DENSE))
@@ -296,7 +312,8 @@ def test_a_new_process_loads_a_kernel_without_the_dsl(kernels):
     probe = f"""
 import sys
 from attn3.backends.hopper import compile, environment
-from attn3.backends.hopper.config import Features
+from attn3.backends.hopper.config import BackwardFeatures, Features
+from attn3.backends.hopper.config_fp8 import QuantizeFeatures
 assert not environment.software_reasons()
 print(compile.kernel({DENSE!r}))
 assert "tvm_ffi" in sys.modules

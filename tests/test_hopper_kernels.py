@@ -88,11 +88,10 @@ def fp8_features() -> list[Fp8Features]:
 
 
 def compile_and_read(features: Features | Fp8Features) -> sass.Sass:
-    from attn3.backends.hopper import compile, compile_fp8
+    from attn3.backends.hopper import compile
 
-    builder = compile_fp8 if isinstance(features, Fp8Features) else compile
     with tempfile.TemporaryDirectory() as folder:
-        builder.build(features, options=f"--keep-cubin --dump-dir {folder}")
+        compile.build(features, options=f"--keep-cubin --dump-dir {folder}")
         (cubin,) = Path(folder).glob("*.cubin")
         return sass.read(cubin)
 

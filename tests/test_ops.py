@@ -171,6 +171,9 @@ def test_gradients_are_refused_rather_than_dropped() -> None:
     q.requires_grad_()
     with pytest.raises(Unsupported, match="v has head_dim 512; the backward pass takes up to 256"):
         attn3.attention(q, k, v.repeat_interleave(512 // v.shape[-1], -1), backend="hopper")
+    many = torch.zeros(1, 1, 65536, 8, requires_grad=True)
+    with pytest.raises(Unsupported, match="q has 65536 heads; the backward pass takes up to 65535; split them"):
+        attn3.attention(many, many[:, :, :1], many[:, :, :1], backend="hopper")
     assert attn3.attention(q, k, v, score=Softcap(3.0)).requires_grad
     with torch.no_grad():
         assert not attn3.attention(q, k, v, score=Softcap(3.0)).requires_grad

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attn3.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEADS = 65535  # of the backward pass: the second dimension of a grid
 MAX_HEAD_DIM_V = 256  # of the backward pass: dP is a sum over all columns of V at once
 
 
@@ -40,6 +41,8 @@ class HopperBackend:
         if problem.needs_grad and problem.head_dim_v > MAX_HEAD_DIM_V:
             limit = f"the backward pass takes up to {MAX_HEAD_DIM_V}"
             reasons.append(f"v has head_dim {problem.head_dim_v}; {limit}; use torch.no_grad()")
+        if problem.needs_grad and problem.heads > MAX_HEADS:
+            reasons.append(f"q has {problem.heads} heads; the backward pass takes up to {MAX_HEADS}; split them into several calls")
         if problem.keys is not None:
             reasons.append("KV caches are not supported yet; use backend='cpu'")
         if problem.num_splits not in (None, 1):
@@ -56,7 +59,7 @@ class HopperBackend:
             and (q.dtype in DTYPES if problem.fp8 is None else self._accepts_fp8(problem))
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
-            and (problem.v.shape[-1] <= MAX_HEAD_DIM_V or not problem.needs_grad)
+            and ((problem.v.shape[-1] <= MAX_HEAD_DIM_V and q.shape[-2] <= MAX_HEADS) or not problem.needs_grad)
             and problem.keys is None
             and problem.num_splits in (None, 1)
             and (problem.out_dtype is q.dtype or problem.fp8 is not None)

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from attn3 import settings
-from attn3.backends.hopper import config, disk_cache, environment
-from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, BackwardTile, Features, Tile, TunedRow
+from attn3.backends.hopper import config, config_fp8, disk_cache, environment
+from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, TunedRow
+from attn3.backends.hopper.config_fp8 import Fp8Features, QuantizeFeatures
 
 log = logging.getLogger("attn3")
 
-AnyFeatures = Features | BackwardFeatures
+AnyFeatures = Features | BackwardFeatures | Fp8Features | QuantizeFeatures
 AnyRow = TunedRow | BackwardRow
 
 ARCH = "sm_90a"
@@ -52,11 +53,10 @@ def kernel(features: AnyFeatures) -> Callable[..., None]:
 
 
 def _load_or_compile(features: AnyFeatures) -> Callable[..., None]:
-    row = config.choose_backward(features) if isinstance(features, BackwardFeatures) else config.choose(features)
     disk = disk_cache.default()
     if disk is None:
-        return _compile_visibly(features, row)
-    key = cache_key(features, row.tile)
+        return _compile_visibly(features)
+    key = cache_key(features, _tile(features))
     found = _from_disk(disk, key)
     if found is not None:
         return found
@@ -64,7 +64,7 @@ def _load_or_compile(features: AnyFeatures) -> Callable[..., None]:
         found = _from_disk(disk, key)
         if found is not None:
             return found
-        compiled = _compile_visibly(features, row)
+        compiled = _compile_visibly(features)
         disk.store(key, lambda path: compiled.export_to_c(object_file_path=str(path), function_name=SYMBOL))
         stored = _from_disk(disk, key)  # called with less overhead than what the DSL gave
         return compiled if stored is None else stored
@@ -89,10 +89,19 @@ def _link_and_load(disk: disk_cache.DiskCache, key: str, path: Path) -> Callable
     return loaded[0] if loaded else load(path)
 
 
-def _compile_visibly(features: AnyFeatures, row: AnyRow) -> Any:
+def _tile(features: AnyFeatures) -> Any:
+    """What a kernel depends on besides its features; None for the quantising kernels."""
+    if isinstance(features, Features):
+        return config.choose(features).tile
+    if isinstance(features, BackwardFeatures):
+        return config.choose_backward(features).tile
+    return config_fp8.choose(features) if isinstance(features, Fp8Features) else None
+
+
+def _compile_visibly(features: AnyFeatures) -> Any:
     start = time.perf_counter()
     with _spinner(f"compiling {features} (first use on this machine)"):
-        compiled = build(features, row)
+        compiled = build(features)
     log.info("compiled %s in %.1f s", features, time.perf_counter() - start)
     return compiled
 
@@ -115,8 +124,12 @@ def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "") -
 
     if isinstance(features, BackwardFeatures):
         kernel, arguments = _backward(features, row or config.choose_backward(features))
-    else:
+    elif isinstance(features, Features):
         kernel, arguments = _forward(features, row or config.choose(features))
+    else:
+        from attn3.backends.hopper import compile_fp8
+
+        kernel, arguments = compile_fp8.describe(features)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(kernel, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
 
@@ -231,7 +244,7 @@ def load_library(path: Path) -> Callable[..., None]:
     return getattr(tvm_ffi.load_module(path), SYMBOL)
 
 
-def cache_key(features: AnyFeatures, tile: Tile | BackwardTile) -> str:
+def cache_key(features: AnyFeatures, tile: Any) -> str:
     return f"{_environment()} {features!r} {tile!r}"
 
 

@@ -43,7 +43,6 @@ class Tile:
     stages_v: int
     q_in_registers: bool
     stage_out: bool  # O leaves through a shared buffer and TMA, instead of straight from registers
-    turns: bool  # warpgroups issue their products one after another (dense only)
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         q = 64 * self.warpgroups * head_dim

@@ -84,3 +84,19 @@ def choose(features: Fp8Features) -> tuple[Fp8Tile, int, int]:
     else:
         tile = Fp8Tile(2, 128, 2, widest == 256 and not features.fast, 1)
     return tile, width, width_v
+
+
+@dataclass(frozen=True)
+class QuantizeFeatures:
+    """What needs a quantising kernel of its own."""
+
+    dtype: str
+    head_dim: int
+    rotate: bool
+    center: bool
+    transpose: bool  # V: also transposed, for the FP8 forward kernel
+    visible: bool = False  # only some rows are in use
+
+    def __str__(self) -> str:
+        on = [name for name in ("rotate", "center", "transpose", "visible") if getattr(self, name)]
+        return " ".join(["quantize fp8", self.dtype, f"D{self.head_dim}", *on])

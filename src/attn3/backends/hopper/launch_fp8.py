@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn3 import settings
-from attn3.backends.hopper import compile_fp8, config_fp8, environment
+from attn3.backends.hopper import compile, config_fp8, environment
 from attn3.backends.hopper.config_fp8 import Fp8Features
 from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, _counters
 from attn3.fp8 import mean_dot_q, transposed
@@ -113,7 +113,7 @@ def _plan(p: Problem) -> _Plan:
     left, right = p.window
     c = max(abs(p.scale) * LOG2_E, SMALLEST_SCALE)
     ctas = min(tiles, environment.processors(p.q.device.index))
-    return _Plan(compile_fp8.kernel(features), features, c, left or 0, right or 0, section, ctas)
+    return _Plan(compile.kernel(features), features, c, left or 0, right or 0, section, ctas)
 
 
 def _nothing(p: Problem) -> tuple[Tensor, Tensor | None]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn3.backends.hopper import compile_fp8
-from attn3.backends.hopper.compile_fp8 import QuantizeFeatures
+from attn3.backends.hopper import compile
+from attn3.backends.hopper.config_fp8 import QuantizeFeatures
 from attn3.backends.hopper.launch import for_tma
 from attn3.fp8 import E4M3, FP8, signs, transposed_shape, visible_rows
 
@@ -59,7 +59,7 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
     scale, mean = new(batch, heads), new(batch, heads, dim) if center else None
     v_t = torch.empty(transposed_shape(x), dtype=torch.uint8, device=x.device) if transpose else None
     features = QuantizeFeatures(str(x.dtype).removeprefix("torch."), dim, seed is not None, center, transpose, visible is not None)
-    kernel = compile_fp8.kernel(features)
+    kernel = compile.kernel(features)
     with torch.cuda.device(x.device.index):
         kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), scale,
                mean, data, v_t)  # fmt: skip

@@ -15,7 +15,6 @@ both P' and dS' go through shared memory, and each warpgroup accumulates half of
 S' of the next 64 queries is issued while dK of these is computed, so that the tensor cores have work under the softmax.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -40,8 +39,6 @@ ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 # write the next before the other one has looked
 BAR_ALL, BAR_DS = 1, 2
 BAR_TURN, BAR_PASSED = 6, 7  # of the consumers and the turn warp
-INF = float("inf")
-LOG2_E = math.log2(math.e)
 
 
 def opaque(x):

@@ -31,7 +31,7 @@ from attn3.masks import visible_range, visit
 WG = 128  # threads of a warpgroup
 ROWS = 64  # query rows of a consumer warpgroup
 ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-BAR_WG, BAR_TURN, BAR_END = 1, 5, 9  # named barriers (+ w for consumer warpgroup w)
+BAR_WG, BAR_END = 1, 9  # named barriers (+ w for consumer warpgroup w)
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 LOG2_E = math.log2(math.e)
 
@@ -107,7 +107,6 @@ class ForwardKernel:
         self.wgs, self.bn, self.bm = tile.warpgroups, tile.block_keys, ROWS * tile.warpgroups
         self.left, self.right = features.left, features.right
         self.packed = features.packed
-        self.turns = tile.turns and not (self.left or self.right)
         self.half = self.right and self.bn == 128  # a warpgroup's last block may be half as wide
         self.used = self.packed or features.seqused_q or features.seqused_k
         self.scrub = self.used or self.left  # V's rows outside what is visible may hold NaN: zero them
@@ -329,9 +328,6 @@ class ForwardKernel:
             ks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_k)
             vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_v)
             exact, marked = Boolean(False), Int32(0)
-            if const_expr(self.turns):
-                if w == self.wgs - 1:
-                    cute.arch.barrier_arrive(barrier_id=BAR_TURN, number_of_threads=2 * WG)
             if const_expr(self.packed):
                 self.receive(ring, ticket, t_full, t_empty, Int32(0))
                 t = ticket[0]
@@ -708,15 +704,10 @@ class ForwardKernel:
     @cute.jit
     def products(self, n, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
         """S = QK of block n. PV of block n - 1, whose P is in registers, was issued behind it and still runs on return."""
-        if const_expr(self.turns):
-            cute.arch.barrier(barrier_id=BAR_TURN + me.w, number_of_threads=2 * WG)
         me.rings.k.consumer_wait(ks)
         issue(ops.mma_qk, S, self.q_of(ops, me.w, n), ops.rK[None, None, None, ks.index], True)
         me.rings.v.consumer_wait(vs)
         issue(me.mma_pv, me.O, me.rP, me.rV[None, None, None, vs.index], False)
-        if const_expr(self.turns):
-            nxt = me.w + 1 if me.w < self.wgs - 1 else Int32(0)
-            cute.arch.barrier_arrive(barrier_id=BAR_TURN + nxt, number_of_threads=2 * WG)
         warpgroup.wait_group(1)
         me.rings.k.consumer_release(ks)
         S_mn = rows_view(S)
