@@ -219,3 +219,18 @@ def test_what_is_saved_is_no_copy(packed: bool) -> None:
     given = [q, k, v, sinks, out, lse, *([cu, cu] if packed else [])]
     assert sorted(t.data_ptr() for t in saved) == sorted(t.data_ptr() for t in given)
     assert sorted(t.numel() for t in saved) == sorted(t.numel() for t in given)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_call_takes_one_tensor_in_several_places(packed: bool) -> None:
+    """Packed calls share their offsets, and q, k and v may be one tensor; gradients add up."""
+
+    def call(x: Tensor, cu: Tensor) -> Tensor:
+        if packed:
+            return attn3.varlen_attention(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=attn3.Causal(), backend="cpu")
+        return attn3.attention(x[None], x[None], x[None], mask=attn3.Causal(), backend="cpu")[0]
+
+    x, cu = torch.randn(12, 2, 16, requires_grad=True), torch.tensor([0, 5, 12], dtype=torch.int32)
+    (want,) = torch.autograd.grad(call(x, cu).sin().sum(), x)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, cu).sin().sum(), x)[0], want)
