@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import sass
 
-from attn3.backends.hopper import config, environment
+from attn3.backends.hopper import config, config_decode, environment
 from attn3.backends.hopper.config import BackwardFeatures, Features
+from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, choose
 
 MASKS = {"dense": (False, False), "right": (False, True), "left": (True, True)}
@@ -87,7 +88,21 @@ def fp8_features() -> list[Fp8Features]:
     return [*common, *more]
 
 
-def compile_and_read(features: Features | Fp8Features) -> sass.Sass:
+def decode_features() -> list[DecodeFeatures]:
+    """Each way to load, and most options on top of the one with the fewest registers to spare."""
+    common = DecodeFeatures("bfloat16", 128, 128, paged=True, right=True)
+    every = {"packed": True, "left": True, "sinks": True, "leftpad": True, "out_float32": True}
+    return [
+        common,
+        replace(common, paged=False, rows=True, lse=False, head_dim=72, head_dim_v=40),
+        replace(common, box=16, **every),
+        replace(common, box=0, softcap=True, **every),
+        replace(common, box=0, e4m3=True, k_descale=True, v_descale=True, softcap=True, **every),
+        replace(common, box=0, head_dim=256, head_dim_v=256, dtype="float16", negative_scale=True),
+    ]
+
+
+def compile_and_read(features: Features | Fp8Features | DecodeFeatures) -> sass.Sass:
     from attn3.backends.hopper import compile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -122,6 +137,11 @@ def compiled() -> dict[Features | BackwardFeatures, sass.Sass]:
 @pytest.fixture(scope="module")
 def compiled_fp8() -> dict[Fp8Features, sass.Sass]:
     return compile_all(fp8_features())
+
+
+@pytest.fixture(scope="module")
+def compiled_decode() -> dict[DecodeFeatures, sass.Sass]:
+    return compile_all(decode_features())
 
 
 @needs_compiler
@@ -164,6 +184,18 @@ def test_machine_code_fp8(compiled_fp8: dict[Fp8Features, sass.Sass], features: 
     if tile.parts == 1 and not tile.late:
         # else PV is waited for before the row maxima are done, and does not overlap with them
         assert code.maxima_between_waits >= tile.block_keys // 2
+
+
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize("features", decode_features(), ids=str)
+def test_machine_code_decode(compiled_decode: dict[DecodeFeatures, sass.Sass], features: DecodeFeatures) -> None:
+    code, tile = compiled_decode[features], config_decode.choose(features)
+    assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
+    assert code.products == tile.head_dim // 16 + config_decode.BLOCK // 16, "the loop is there twice, or not at all"
+    assert code.groups == 2, "QK and PV: one group of products each"
+    assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
+    assert code.instructions < 7000
 
 
 def test_every_row_fits_its_budgets() -> None:

@@ -19,7 +19,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(compile, "kernel", lambda features: lambda *arguments: made.append((features, arguments)))
     monkeypatch.setattr(environment, "processors", lambda index: 8)
     monkeypatch.setattr(launch, "_plans", {})
-    monkeypatch.setattr(launch, "_counters", lambda index: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(launch, "counters", lambda index, width=2: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     return made
 
@@ -55,11 +55,11 @@ def test_wide_values_are_computed_in_parts(launches):
 
 @pytest.fixture
 def arena(monkeypatch):
-    """The counters of device 0, with three pairs, and a stream to set."""
+    """The counters of device 0, with three sets, and a stream to set."""
     arena = object.__new__(launch._Arena)
-    arena.index, arena.by_stream, arena.lock = 0, {}, threading.Lock()
+    arena.index, arena.width, arena.by_stream, arena.lock = 0, 2, {}, threading.Lock()
     arena.free = [torch.zeros(2, dtype=torch.int32) for _ in range(3)]
-    monkeypatch.setattr(launch, "_arenas", {0: arena})
+    monkeypatch.setattr(launch, "_arenas", {(0, 2): arena})
     return arena
 
 
@@ -70,7 +70,7 @@ def counters(monkeypatch, stream: int, capturing: bool) -> torch.Tensor:
 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
-    return launch._counters(0)
+    return launch.counters(0)
 
 
 def test_a_stream_keeps_its_counters_and_a_captured_launch_its_own(arena, monkeypatch):

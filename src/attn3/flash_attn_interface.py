@@ -275,7 +275,8 @@ def flash_attn_with_kvcache(
             q = table(q, _positions(q, start, cu_seqlens_q, window_of(mask) != (None, None)))
             k = table(k, _positions(k, start, cu_seqlens_k_new, True))
         cache_seqlens = append(k_cache, v_cache, k, v, problem.keys, cu_seqlens=cu_seqlens_k_new)
-    problem = describe(q, cache_seqlens, splits)
+        problem = describe(q, cache_seqlens, splits)
+    problem.num_splits = splits
     if not return_softmax_lse:
         return ops.forward(problem, None)[0]
     if splits in (None, 1):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn3 import settings
-from attn3.backends.hopper import config, environment, launch
+from attn3.backends.hopper import config, config_decode, environment, launch, launch_decode
 
 if TYPE_CHECKING:
     from attn3.fp8 import FP8, Parts
@@ -38,17 +38,17 @@ class HopperBackend:
             reasons.extend(launch_fp8.reasons(problem))
         elif problem.q.dtype not in DTYPES:
             reasons.append(f"q has dtype {problem.q.dtype}; float16 or bfloat16 is needed")
+        if problem.keys is not None:
+            return [*reasons, *launch_decode.reasons(problem)]
         if problem.needs_grad and problem.head_dim_v > MAX_HEAD_DIM_V:
             limit = f"the backward pass takes up to {MAX_HEAD_DIM_V}"
             reasons.append(f"v has head_dim {problem.head_dim_v}; {limit}; use torch.no_grad()")
         if problem.needs_grad and problem.heads > MAX_HEADS:
             reasons.append(f"q has {problem.heads} heads; the backward pass takes up to {MAX_HEADS}; split them into several calls")
-        if problem.keys is not None:
-            reasons.append("KV caches are not supported yet; use backend='cpu'")
         if problem.num_splits not in (None, 1):
-            reasons.append(f"num_splits is {problem.num_splits}; cutting the keys into parts is not supported yet")
+            reasons.append(f"num_splits is {problem.num_splits}; cutting the keys into parts is supported over a cache only")
         if problem.fp8 is None and problem.out_dtype != problem.q.dtype:
-            reasons.append(f"out_dtype is {problem.out_dtype}; the output has q's dtype")
+            reasons.append(f"out_dtype is {problem.out_dtype}; the output has q's dtype, except over a cache")
         return reasons
 
     def accepts(self, problem: Problem) -> bool:
@@ -59,8 +59,13 @@ class HopperBackend:
             and (q.dtype in DTYPES if problem.fp8 is None else self._accepts_fp8(problem))
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
-            and ((problem.v.shape[-1] <= MAX_HEAD_DIM_V and q.shape[-2] <= MAX_HEADS) or not problem.needs_grad)
-            and problem.keys is None
+            and (not launch_decode.reasons(problem) if problem.keys is not None else self._accepts_plain(problem))
+        )
+
+    def _accepts_plain(self, problem: Problem) -> bool:
+        q = problem.q
+        return (
+            ((problem.v.shape[-1] <= MAX_HEAD_DIM_V and q.shape[-2] <= MAX_HEADS) or not problem.needs_grad)
             and problem.num_splits in (None, 1)
             and (problem.out_dtype is q.dtype or problem.fp8 is not None)
         )
@@ -97,6 +102,8 @@ class HopperBackend:
             from attn3.backends.hopper import config_fp8, launch_fp8
 
             return str(config_fp8.choose(launch_fp8.features_of(problem))[0])
+        if problem.keys is not None:
+            return str(config_decode.choose(launch_decode.features_of(problem)))
         row = config.choose(launch.features_of(problem))
         return f"{row.tile} for {row.label}; {row.provenance}"
 
@@ -105,7 +112,13 @@ class HopperBackend:
             from attn3.backends.hopper import launch_fp8
 
             return launch_fp8.forward(problem)
-        return launch.forward(problem)
+        return launch.forward(problem) if problem.keys is None else launch_decode.forward(problem)
+
+    def partials(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        if problem.keys is None:  # of one part
+            out, lse = launch.forward(problem)
+            return out.float()[None], lse[None]
+        return launch_decode.partials(problem)
 
     def backward(
         self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None

@@ -22,20 +22,22 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from attn3 import settings
-from attn3.backends.hopper import config, config_fp8, disk_cache, environment
+from attn3.backends.hopper import config, config_decode, config_fp8, disk_cache, environment
 from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, TunedRow
+from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, QuantizeFeatures
 
 log = logging.getLogger("attn3")
 
-AnyFeatures = Features | BackwardFeatures | Fp8Features | QuantizeFeatures
+AnyFeatures = Features | BackwardFeatures | DecodeFeatures | Fp8Features | QuantizeFeatures
 AnyRow = TunedRow | BackwardRow
 
 ARCH = "sm_90a"
 SYMBOL = "attn3_kernel"
 _HERE = Path(__file__).parent
 _SOURCES = (*sorted(_HERE.glob("kernels/*.py")), *sorted(_HERE.glob("parts/*.py")), _HERE / "config.py", _HERE / "compile.py",
-            _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE.parents[1] / "fp8.py",
+            _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE / "config_decode.py", _HERE / "compile_decode.py",
+            _HERE.parents[1] / "fp8.py",
             _HERE.parents[1] / "masks.py")  # fmt: skip
 _kernels: dict[AnyFeatures, Callable[..., None]] = {}
 _lock = threading.Lock()
@@ -95,6 +97,8 @@ def _tile(features: AnyFeatures) -> Any:
         return config.choose(features).tile
     if isinstance(features, BackwardFeatures):
         return config.choose_backward(features).tile
+    if isinstance(features, DecodeFeatures):
+        return config_decode.choose(features)
     return config_fp8.choose(features) if isinstance(features, Fp8Features) else None
 
 
@@ -126,6 +130,10 @@ def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "") -
         kernel, arguments = _backward(features, row or config.choose_backward(features))
     elif isinstance(features, Features):
         kernel, arguments = _forward(features, row or config.choose(features))
+    elif isinstance(features, DecodeFeatures):
+        from attn3.backends.hopper import compile_decode
+
+        kernel, arguments = compile_decode.describe(features)
     else:
         from attn3.backends.hopper import compile_fp8
 

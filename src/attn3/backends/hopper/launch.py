@@ -81,7 +81,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
 def _launch(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *optional: Tensor | None) -> None:
     for kernel, columns, values in plan.parts:  # none when there is nothing to compute
         v_part, out_part = (v, out) if columns is None else (v[..., columns], out[..., columns])
-        kernel(q, k, v_part, out_part, lse, _counters(plan.device), *optional, *values)
+        kernel(q, k, v_part, out_part, lse, counters(plan.device), *optional, *values)
 
 
 def _plan(p: Problem) -> _Plan:
@@ -153,25 +153,25 @@ def for_tma(t: Tensor) -> Tensor:
 
 
 class _Arena:
-    """Zeroed counter pairs of one device. A launch leaves its pair zeroed, so that launches in order may share one.
+    """Sets of ``width`` zeroed counters of one device. A launch leaves its set zeroed, so that launches in order may share one.
 
-    Each stream has its own pair. A launch that is captured into a graph gets a pair that nobody else ever uses, since the
+    Each stream has its own set. A launch that is captured into a graph gets a set that nobody else ever uses, since the
     graph may be replayed beside anything (the same graph never runs twice at a time).
     """
 
-    PAIRS = 4096
+    SETS = 4096
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, width: int) -> None:
+        self.index, self.width = index, width
         self.by_stream: dict[int, Tensor] = {}
         self.lock = threading.Lock()
         self.free: list[Tensor] = []
         self.grow()
 
     def grow(self) -> None:
-        block = torch.zeros(2 * self.PAIRS, dtype=torch.int32, device=f"cuda:{self.index}")
-        torch.cuda.current_stream(self.index).synchronize()  # zeroed before another stream may use a pair
-        self.free.extend(block.view(self.PAIRS, 2).unbind())
+        block = torch.zeros(self.SETS, self.width, dtype=torch.int32, device=f"cuda:{self.index}")
+        torch.cuda.current_stream(self.index).synchronize()  # zeroed before another stream may use a set
+        self.free.extend(block.unbind())
 
     def of_stream(self, stream: int) -> Tensor:
         with self.lock:
@@ -185,22 +185,23 @@ class _Arena:
         with self.lock:
             if self.free:
                 return self.free.pop()
-        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{self.index}")  # captured: zeroed at every replay
+        return torch.zeros(self.width, dtype=torch.int32, device=f"cuda:{self.index}")  # captured: zeroed at every replay
 
 
-_arenas: dict[int, _Arena] = {}
+_arenas: dict[tuple[int, int], _Arena] = {}
 _arenas_lock = threading.Lock()
 
 
-def _counters(index: int) -> Tensor:
-    arena = _arenas.get(index)
+def counters(index: int, width: int = 2) -> Tensor:
+    """``width`` zeroed counters for a launch on a device's current stream."""
+    arena = _arenas.get((index, width))
     stream = torch._C._cuda_getCurrentRawStream(index)
     capturing = stream != 0 and torch.cuda.is_current_stream_capturing()  # 0, the default stream, cannot be captured
     if arena is None:
         if capturing:  # nothing may be synchronised now
-            return torch.zeros(2, dtype=torch.int32, device=f"cuda:{index}")
+            return torch.zeros(width, dtype=torch.int32, device=f"cuda:{index}")
         with _arenas_lock:
-            arena = _arenas.setdefault(index, _Arena(index))
+            arena = _arenas.setdefault((index, width), _Arena(index, width))
     if capturing:
         return arena.of_capture()
     found = arena.by_stream.get(stream)

@@ -11,7 +11,7 @@ from torch import Tensor
 from attn3 import settings
 from attn3.backends.hopper import compile, config_fp8, environment
 from attn3.backends.hopper.config_fp8 import Fp8Features
-from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, _counters
+from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, counters
 from attn3.fp8 import mean_dot_q, transposed
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
     shift = mean_dot_q(p)[..., 0].transpose(1, 2).contiguous() if plan.features.shift else None
     vector = lambda t: None if t is None else t.contiguous()
     tensors = (
-        _bytes(q), _bytes(k), v_t, out, lse, _counters(q.device.index), _numbers(s.q), _numbers(s.k),
+        _bytes(q), _bytes(k), v_t, out, lse, counters(q.device.index), _numbers(s.q), _numbers(s.k),
         _aligned(s.v) if plan.features.channels else _numbers(s.v), None if s.v_mean is None else _aligned(s.v_mean), shift,
         vector(p.seqused_q), vector(p.seqused_k), None if p.sinks is None else p.sinks.to(torch.float32).contiguous(),
     )  # fmt: skip

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Iterable
 
 from attn3.backends.hopper.config import Features
+from attn3.backends.hopper.config_decode import DecodeFeatures
 
 
 @dataclass(frozen=True)
 class Job:
-    features: Features
+    features: Features | DecodeFeatures
 
     @property
     def label(self) -> str:
@@ -24,9 +25,15 @@ class Job:
 
 
 def jobs(head_dims: Iterable[int] = (64, 128, 256), dtypes: Iterable[str] = ("bfloat16", "float16")) -> list[Job]:
-    """Dense, causal and causal sliding-window kernels, for dense and packed batches."""
-    windows = ((False, False), (False, True), (True, True))
-    return [
+    """Dense, causal and causal sliding-window kernels, for dense and packed batches; causal decoding over caches."""
+    head_dims, dtypes, windows = tuple(head_dims), tuple(dtypes), ((False, False), (False, True), (True, True))
+    decoding = [
+        Job(DecodeFeatures(dtype, dim, dim, paged=paged, box=box, right=True, lse=False))
+        for dtype in dtypes
+        for dim in head_dims
+        for paged, box in ((False, 64), (True, 64), (True, 16))
+    ]
+    return decoding + [
         Job(Features(dtype, dim, dim, left=left, right=right, packed=packed, lse=False))
         for dtype in dtypes
         for dim in head_dims

@@ -1,0 +1,94 @@
+"""What needs a decode kernel of its own, and its sizes. Imports nothing, so that the choice can be made without the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+
+ROWS = 64  # (query row, head of a group) pairs of a tile
+BLOCK = 64  # keys of a block
+SMEM_OF_SM = 228 * 1024  # of which the system takes 1 KB for each CTA
+SMEM_OF_CTA = 227 * 1024
+OTHER_SMEM = 512  # barriers and a few words
+REGISTERS = 65536
+MOST_STAGES = 6
+
+
+@dataclass(frozen=True)
+class DecodeFeatures:
+    """What needs a kernel of its own. Everything else is a value at launch."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    paged: bool = False
+    box: int = BLOCK  # keys that TMA fetches at a time, which lie within one page; 0: slot by slot, with cp.async
+    e4m3: bool = False  # the cache is in float8_e4m3fn
+    k_descale: bool = False
+    v_descale: bool = False
+    packed: bool = False
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    negative_scale: bool = False
+    sinks: bool = False
+    leftpad: bool = False
+    rows: bool = False  # sequences name their rows of a cache without pages
+    lse: bool = True
+    out_float32: bool = False
+
+    def __str__(self) -> str:
+        on = [f.name for f in fields(self)[3:] if f.name != "box" and getattr(self, f.name)]
+        return " ".join(["decode", self.dtype, f"D{self.head_dim}/{self.head_dim_v}", *on, f"box{self.box}"])
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How the kernel of some features runs."""
+
+    head_dim: int  # width that is computed in; columns behind the features' are zero
+    head_dim_v: int
+    ctas: int  # that share an SM
+    stages: int  # blocks of K and V in 16 bits
+    staged: int  # blocks of an 8-bit cache on their way; 0 for others
+    registers: tuple[int, int]  # of a thread that loads, that attends
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of one CTA."""
+        pair = self.head_dim + self.head_dim_v
+        return 2 * ROWS * self.head_dim + BLOCK * pair * (2 * self.stages + self.staged) + OTHER_SMEM
+
+    def __str__(self) -> str:
+        staged = f", {self.staged} blocks in 8 bits on their way" if self.staged else ""
+        return f"{ROWS}x{BLOCK} ({self.ctas} CTAs an SM, {self.stages} stages{staged}), for D{self.head_dim}/{self.head_dim_v}"
+
+    def check(self) -> None:
+        assert self.ctas * (self.smem_bytes + 1024) <= SMEM_OF_SM, f"{self}: {self.smem_bytes} bytes of shared memory"
+        assert self.smem_bytes <= SMEM_OF_CTA, f"{self}: {self.smem_bytes} bytes of shared memory"
+        assert self.ctas * 128 * sum(self.registers) <= REGISTERS, f"{self}: too many registers"
+        accumulators = BLOCK // 2 + BLOCK // 4 + self.head_dim_v // 2  # S, P and O
+        assert accumulators + 40 <= self.registers[1], f"{self}: {accumulators} registers for the accumulators"
+
+
+@cache
+def choose(features: DecodeFeatures) -> DecodeTile:
+    """Two CTAs an SM where O leaves room for that in the registers: one's softmax then runs under the other's loads.
+
+    As many stages as fit. 33 KB in flight for each SM are what the memory's latency asks for; there are at least 64 KB here.
+    """
+    f = features
+    width, width_v = (-(-dim // 64) * 64 for dim in (f.head_dim, f.head_dim_v))
+    ctas = 2 if width_v <= 128 and width <= 192 else 1
+    room = min(SMEM_OF_SM // ctas - 1024, SMEM_OF_CTA) - OTHER_SMEM - 2 * ROWS * width
+    block = BLOCK * (width + width_v)  # bytes of a block in 8 bits
+    stages, staged = min(MOST_STAGES, room // (2 * block)), 0
+    if f.e4m3:
+        stages = 1
+        staged = min(MOST_STAGES, (room - 2 * block) // block)
+    slots = f.box == 0 or f.e4m3
+    loading = (88 if ctas == 2 else 152) if slots else 40
+    attending = 256 - loading if ctas == 2 else 240
+    tile = DecodeTile(width, width_v, ctas, stages, staged, (loading, attending))
+    tile.check()
+    return tile

@@ -1,0 +1,71 @@
+"""How a decode call's blocks of keys are shared out among CTAs, evenly whatever the sequences' lengths are.
+
+All blocks of all items stand in one line; an item is one tile of (query row, head of a group) rows of one sequence and KV head.
+Each CTA takes a stretch of the line, of equal length up to one block, and with it some whole items and a part of at most two that
+others have parts of, too. A part goes to the scratch slot of its CTA, so that scratch depends on the number of CTAs alone; who
+finishes an item finds its parts from the item's place in the line.
+
+Plain arithmetic, for Python ints as well as for device integers.
+"""
+
+from typing import Any, NamedTuple
+
+LEAST = 4  # blocks of a CTA's stretch: shorter ones cost more to merge than they save
+
+
+class Share(NamedTuple):
+    """The line of blocks, cut: the first ``more`` CTAs take ``each + 1`` blocks, the other ones ``each``."""
+
+    ctas: Any
+    each: Any
+    more: Any
+
+
+def share(total, ctas, minimum=min, maximum=max):
+    """``total`` blocks among at most ``ctas`` CTAs."""
+    used = minimum(ctas, maximum(total // LEAST, 1))
+    each = total // used
+    return Share(used, each, total - each * used)
+
+
+def start_of(cta, cut: Share, total, minimum=min):
+    """The first block of a CTA's stretch; that of the next one is its end. CTAs behind the last one in use get none."""
+    return minimum(cta * cut.each + minimum(cta, cut.more), total)
+
+
+def owner_of(block, cut: Share, minimum=min, maximum=max):
+    """Whose stretch a block lies in."""
+    wide = cut.more * (cut.each + 1)
+    return minimum(block // (cut.each + 1), cut.more) + maximum(block - wide, 0) // maximum(cut.each, 1)
+
+
+def slot_of(cta, begins):
+    """Where a CTA puts a part of an item: the one that holds the item's first block into its second slot, else the first."""
+    return 2 * cta + begins
+
+
+class Span(NamedTuple):
+    """One sequence's part of the line. Blocks of keys are counted from the sequence's first slot in the cache."""
+
+    used: Any  # keys, up to the last query
+    query_length: Any
+    query_start: Any  # packed q: its first row
+    first_key: Any  # rows see keys first_key … last_key - 1, or fewer
+    last_key: Any
+    begin: Any  # first block
+    blocks: Any  # of an item; one that sees no key at all takes one, too, so that somebody writes its rows
+    tiles: Any  # of rows
+    work: Any  # blocks x items
+
+
+def span(used, leftpad, query_length, query_start, left, split, splits, block, rows, group, kv_heads, minimum=min, maximum=max):
+    """``left``: the window's left bound or None. ``split``, ``splits``: which of how many even parts of the keys."""
+    size = (used - leftpad + splits - 1) // splits
+    first = leftpad + minimum(split * size, used - leftpad)
+    last = minimum(first + size, used)
+    if left is not None:
+        first = maximum(first, minimum(used - query_length - left, used))
+    begin = first // block
+    blocks = maximum((last + block - 1) // block - begin, 1)
+    tiles = (query_length * group + rows - 1) // rows
+    return Span(used, query_length, query_start, first, last, begin, blocks, tiles, blocks * tiles * kv_heads)

@@ -1,0 +1,405 @@
+"""The decode kernel: how it shares out work, in Python; its results, on a GPU. (Its machine code: test_hopper_kernels.py.)"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+from cases import CACHE_CASES, CacheCase, build_cache
+from check import compare
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cases import poisoned_memory
+
+from attn3 import AttentionError, CacheView, Full, Keys, decode, ops, registry
+from attn3.backends.hopper import compile, config_decode, environment, launch, launch_decode
+from attn3.backends.hopper.config_decode import BLOCK, ROWS, DecodeFeatures
+from attn3.backends.hopper.parts import splits
+from attn3.flash_attn_interface import flash_attn_with_kvcache
+from attn3.problem import Problem
+from attn3.reference import reference
+
+# ---- sharing out
+
+
+@pytest.mark.parametrize(("total", "ctas"), list(product((0, 1, 3, 4, 5, 31, 1056, 1057, 99991), (1, 2, 7, 264))))
+def test_every_block_has_one_owner_and_stretches_are_even(total: int, ctas: int) -> None:
+    cut = splits.share(total, ctas)
+    edges = [splits.start_of(cta, cut, total) for cta in range(ctas + 1)]
+    assert edges[0] == 0 and edges[-1] == total and edges == sorted(edges)
+    lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    assert all(n == 0 for n in lengths[cut.ctas :])
+    if total >= splits.LEAST:
+        assert min(lengths[: cut.ctas]) >= splits.LEAST
+    assert max(lengths) - min(lengths[: cut.ctas]) <= 1
+    for block in range(total) if total < 2000 else (0, 1, 377, 378, 379, total // 2, total - 1):
+        owner = splits.owner_of(block, cut)
+        assert edges[owner] <= block < edges[owner + 1]
+
+
+@pytest.mark.parametrize("left", [None, 0, 100])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_span_holds_just_the_blocks_that_some_row_sees(left: int | None, parts: int) -> None:
+    for used, query_length, leftpad, split in product((0, 1, 63, 64, 65, 700), (0, 1, 2, 70), (0, 1, 64, 65), range(parts)):
+        leftpad = min(leftpad, used)
+        s = splits.span(used, leftpad, query_length, 0, left, split, parts, BLOCK, ROWS, 4, 2)
+        size = -(-(used - leftpad) // parts)
+        begin, end = leftpad + split * size, min(leftpad + (split + 1) * size, used)
+        seen = range(max(begin, 0 if left is None else used - query_length - left), end)
+        blocks = {key // BLOCK for key in seen}
+        assert list(range(s.first_key, s.last_key)) == list(seen)
+        assert blocks <= set(range(s.begin, s.begin + s.blocks)) and s.blocks == max(len(blocks), 1)
+        assert s.tiles * ROWS >= query_length * 4 > (s.tiles - 1) * ROWS or query_length == s.tiles == 0
+        assert s.work == s.blocks * s.tiles * 2
+
+
+def walk(items: list[int], ctas: int) -> tuple[dict[int, list[tuple[int, int]]], list[int]]:
+    """Each CTA walks its stretch as the kernel does: ((item, blocks) by slot of scratch, items that a CTA did alone)."""
+    total = sum(items)
+    cut = splits.share(total, ctas)
+    written: dict[int, list[tuple[int, int]]] = {}
+    whole = []
+    begins = [sum(items[:i]) for i in range(len(items))]
+    for cta in range(ctas):
+        at, end = splits.start_of(cta, cut, total), splits.start_of(cta + 1, cut, total)
+        while at < end:
+            item = max(i for i, begin in enumerate(begins) if begin <= at)
+            begin, n = begins[item], items[item]
+            stop = min(begin + n, end)
+            if at == begin and stop == begin + n:
+                whole.append(item)
+            else:
+                written.setdefault(splits.slot_of(cta, int(at == begin)), []).append((item, stop - at))
+            at = stop
+    return written, whole
+
+
+@settings(deadline=None, max_examples=200)
+@given(items=st.lists(st.integers(1, 300), min_size=1, max_size=60), ctas=st.integers(1, 264))
+def test_whoever_comes_last_finds_every_part_of_its_item(items: list[int], ctas: int) -> None:
+    total, (written, whole) = sum(items), walk(items, ctas)
+    cut = splits.share(total, ctas)
+    assert all(len(found) == 1 for found in written.values()), "two parts in one slot"
+    assert all(0 <= slot < 2 * ctas for slot in written)
+    begin, firsts = 0, []
+    for item, n in enumerate(items):
+        first, last = splits.owner_of(begin, cut), splits.owner_of(begin + n - 1, cut)
+        if first == last:
+            assert whole.count(item) == 1
+        else:
+            firsts.append(first)
+            parts = [written.pop(splits.slot_of(cta, int(cta == first)))[0] for cta in range(first, last + 1)]
+            assert all(of == item for of, _ in parts) and sum(count for _, count in parts) == n
+        begin += n
+    assert not written, "a part that nobody looks for"
+    assert len(set(firsts)) == len(firsts), "two items count their parts in one place"
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lengths=st.lists(st.integers(0, 200_000), min_size=1, max_size=200),
+    kv_heads=st.integers(1, 16),
+    ctas=st.sampled_from([132, 264]),
+)
+def test_work_is_even_whatever_the_lengths(lengths: list[int], kv_heads: int, ctas: int) -> None:
+    total = sum(splits.span(n, 0, 1, 0, None, 0, 1, BLOCK, ROWS, 4, kv_heads).work for n in lengths)
+    cut = splits.share(total, ctas)
+    most = max(splits.start_of(cta + 1, cut, total) - splits.start_of(cta, cut, total) for cta in range(ctas))
+    assert most <= max(-(-total // ctas), 2 * splits.LEAST)
+
+
+# ---- choosing
+
+FEATURES = [
+    DecodeFeatures("bfloat16", dim, dim_v, box=box, e4m3=e4m3)
+    for dim, dim_v in ((8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (256, 64))
+    for box, e4m3 in ((64, False), (16, False), (0, False), (0, True))
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_every_call_has_a_tile_that_fits(features: DecodeFeatures) -> None:
+    tile = config_decode.choose(features)
+    tile.check()
+    in_flight = BLOCK * (tile.head_dim + tile.head_dim_v) * (tile.staged if features.e4m3 else 2 * tile.stages) * tile.ctas
+    assert in_flight >= 64 * 1024, "of an SM; what hides the memory's latency"
+    assert tile.head_dim >= features.head_dim and tile.head_dim_v >= features.head_dim_v
+
+
+@pytest.mark.parametrize(
+    ("page", "box"), [(None, 64), (1, 0), (3, 0), (4, 0), (8, 8), (16, 16), (48, 16), (64, 64), (100, 0), (256, 64)]
+)
+def test_a_box_of_keys_lies_within_a_page(page: int | None, box: int) -> None:
+    problem = build_cache(CacheCase("box", 1, (300,), page=page))
+    assert launch_decode.features_of(problem).box == box
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list:
+    """(features, arguments) of each launch, of a device that torch calls None and that has 8 processors."""
+    made: list = []
+    monkeypatch.setattr(compile, "kernel", lambda features: lambda *arguments: made.append((features, arguments)))
+    monkeypatch.setattr(environment, "processors", lambda index: 8)
+    monkeypatch.setattr(launch_decode, "_plans", {})
+    monkeypatch.setattr(launch, "counters", lambda index, width: torch.zeros(width, dtype=torch.int32))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    return made
+
+
+def test_wide_values_are_computed_in_parts(launches: list) -> None:
+    problem = build_cache(CacheCase("wide", 2, (300, 17), head_dim_v=384, page=64))
+    out, lse = launch_decode.forward(problem)
+    (wide, first), (narrow, second) = launches
+    assert (wide.head_dim_v, narrow.head_dim_v) == (256, 128)
+    assert first[2].shape[-1] == first[3].shape[-1] == 256 and second[2].shape[-1] == second[3].shape[-1] == 128
+    assert second[3].data_ptr() == out[..., 256:].data_ptr() and first[4] is second[4] is lse
+    assert (first[-1], second[-1]) == (8, 16), "one CTA an SM beside a V so wide"
+
+
+def test_parts_are_launched_one_by_one_and_a_sink_is_met_once(launches: list) -> None:
+    problem = build_cache(CacheCase("parts", 2, (300, 17), sinks=True, splits=3))
+    out, lse = launch_decode.partials(problem)
+    assert out.shape == (3, *problem.out_shape()) and out.dtype == torch.float32 and lse.shape == (3, *problem.lse_shape())
+    assert [arguments[-3:-1] for _, arguments in launches] == [(0, 3), (1, 3), (2, 3)]
+    assert [features.sinks for features, _ in launches] == [True, False, False] and all(f.out_float32 for f, _ in launches)
+
+
+def test_scratch_does_not_depend_on_lengths_or_hints(launches: list) -> None:
+    for lengths in ((300, 17), (5, 5)):
+        case = CacheCase("scratch", (1, 2), lengths, page=64)
+        problem = build_cache(case)
+        problem.max_seqlen_q = 1  # too small
+        launch_decode.forward(problem)
+    shapes = [arguments[13].shape for _, arguments in launches]
+    assert shapes == [(2 * 16, 3 * 2, 64)] * 2, "two slots a CTA; every packed row could be of one sequence"
+
+
+def test_refusals() -> None:
+    problem = build_cache(CacheCase("refused", 1, (30,), page=None))
+    assert not launch_decode.reasons(problem)
+    shifted = torch.zeros(1, 30, 2, 65, dtype=torch.bfloat16)[..., 1:]
+    assert any("k_cache has strides" in reason for reason in launch_decode.reasons(dataclasses.replace(problem, k=shifted)))
+    grad = dataclasses.replace(problem, q=problem.q.clone().requires_grad_())
+    assert any("no gradient" in reason for reason in launch_decode.reasons(grad))
+    narrow = build_cache(CacheCase("narrow", 1, (30,), head_dim=72, cache_dtype="float8_e4m3fn"))
+    assert any("a multiple of 16" in reason for reason in launch_decode.reasons(narrow))
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in CACHE_CASES if c.half], ids=lambda c: c.name)
+def test_hopper(case: CacheCase) -> None:
+    problem = build_cache(case, "cuda")
+    reasons = registry.backends()["hopper"].refusals(problem)
+    assert not reasons, reasons
+    with torch.no_grad(), poisoned_memory(problem):
+        out, lse = ops.forward(problem, "hopper")
+    compare(problem, out, lse, slack=case.slack)
+    torch.cuda.synchronize()
+    for (_, width), arena in launch._arenas.items():
+        assert width == 2 or not any(some.any() for some in arena.by_stream.values()), "counters are zero between launches"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in CACHE_CASES if c.half and c.splits], ids=lambda c: c.name)
+def test_hopper_partial_results(case: CacheCase) -> None:
+    problem = build_cache(case, "cuda")
+    with torch.no_grad(), poisoned_memory(problem):
+        got, lses = ops.partials(problem, "hopper")
+    want, want_lses = ops.partials(build_cache(case), "cpu")
+    assert torch.equal(lses.isneginf().cpu(), want_lses.isneginf()), "parts of other keys"
+    finite = ~want_lses.isneginf()
+    torch.testing.assert_close(lses.cpu()[finite], want_lses[finite], rtol=1e-3, atol=2e-3)
+    if "huge" not in case.values:
+        torch.testing.assert_close(got.cpu(), want, rtol=2e-2, atol=2e-2)
+
+
+UNEVEN = [(131072, *(512,) * 31), (8192,), (1, 40000, 3, 0, 777), tuple(range(1, 3000, 10)), (64,) * 600, (0,) * 40]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [None, 1, 3, 16, 64, 256])
+@pytest.mark.parametrize("lengths", UNEVEN, ids=lambda lengths: f"{len(lengths)}_of_{max(lengths)}")
+def test_hopper_uneven_lengths(lengths: tuple[int, ...], page: int | None) -> None:
+    if page in (None, 1, 3, 256) and len(lengths) > 40:
+        pytest.skip("large for nothing")
+    case = CacheCase(f"uneven_{len(lengths)}", 1, lengths, page=page, heads=8, kv_heads=2, head_dim=128, room=1)
+    problem = build_cache(case, "cuda")
+    first = ops.forward(problem, "hopper")
+    compare(problem, *first)
+    again = ops.forward(problem, "hopper")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "a call repeats"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("dim", "dim_v"), [(8, 8), (40, 200), (64, 64), (72, 72), (96, 96), (128, 64), (192, 128), (256, 256)])
+@pytest.mark.parametrize("page", [None, 3, 16])
+def test_hopper_head_dims(dim: int, dim_v: int, dtype: str, page: int | None) -> None:
+    sizes = {"heads": 12, "head_dim": dim, "head_dim_v": dim_v}
+    case = CacheCase("dims", (3, 0, 20), (700, 5, 129), dtype=dtype, page=page, sinks=True, **sizes)
+    problem = build_cache(case, "cuda")
+    compare(problem, *ops.forward(problem, "hopper"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("page", [None, 1, 16, 64])
+def test_hopper_e4m3(dim: int, dtype: str, page: int | None) -> None:
+    lengths = (1, 64, 3000, 0, 129)
+    case = CacheCase("e4m3", 2, lengths, head_dim=dim, dtype=dtype, page=page, cache_dtype="float8_e4m3fn", descale="each", room=2)
+    problem = build_cache(case, "cuda")
+    compare(problem, *ops.forward(problem, "hopper"))
+
+
+@pytest.mark.gpu
+def test_hopper_e4m3_numbers_are_all_there() -> None:
+    """Every e4m3 number, subnormal ones included, comes through V exactly."""
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn).float().nan_to_num(0.0)
+    v = numbers.to(torch.float8_e4m3fn).view(2, 1, 1, 128).contiguous()
+    k, q = torch.zeros_like(v), torch.zeros(2, 1, 1, 128, dtype=torch.bfloat16, device="cuda")
+    out = decode(q, CacheView(k, v, Keys(torch.ones(2, dtype=torch.int32, device="cuda"))), backend="hopper")
+    assert torch.equal(out.flatten().float(), numbers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [1, 3, 16, 64, 256])
+def test_hopper_300_growing_steps(page: int) -> None:
+    """From length 1 on, two sequences of which one lags behind, every unused slot NaN, appended by the call itself."""
+    steps, heads, dim = 300, 2, 64
+    pages = 2 * -(-steps // page) + 1
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    k_cache, v_cache = (torch.full((pages, page, heads, dim), float("nan"), **make) for _ in range(2))
+    table = torch.randperm(pages, device="cuda").to(torch.int32)[: 2 * (pages // 2)].view(2, -1)
+    k, v, q = (torch.randn(2, steps, n, dim, **make) for n in (heads, heads, 4))
+    used = torch.zeros(2, dtype=torch.int32, device="cuda")
+    every = []
+    for step in range(steps):
+        new = torch.arange(2)[:, None], torch.tensor([[step], [step // 2]])
+        got, lse, *_ = flash_attn_with_kvcache(
+            q[:, step : step + 1], k_cache, v_cache, k[new], v[new], cache_seqlens=used, page_table=table, causal=True,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        every.append((got, lse))
+        used = torch.tensor([step + 1, (step + 1) // 2], dtype=torch.int32, device="cuda")
+    for step in (*range(0, 140), *range(140, steps, 7), steps - 1):
+        got, lse = every[step]
+        for b, length in enumerate((step + 1, step // 2 + 1)):
+            problem = Problem.of(q[b : b + 1, step : step + 1], k[b : b + 1, :length], v[b : b + 1, :length])
+            compare(problem, got[b : b + 1], lse[b : b + 1])
+    assert k_cache.isnan().any(), "no slot was left unused, so the test proves nothing about them"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_hopper_graph_replay_with_other_lengths_and_tables(page: int) -> None:
+    case = CacheCase("graph", 1, (20000,) * 8, page=page, heads=8, kv_heads=2, head_dim=128, poison=0.5)
+    problem = build_cache(case, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ops.forward(problem, "hopper")
+    torch.cuda.current_stream().wait_stream(stream)
+    keys = problem.keys
+    keys.used.fill_(64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = ops.forward(problem, "hopper")
+    for lengths in ((64,) * 8, (1,) * 8, (20000,) * 8, (0, 1, 19999, 63, 64, 65, 5000, 17), (64,) * 8):
+        keys.used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        keys.page_table.copy_(keys.page_table.roll(1, 0))
+        graph.replay()
+        torch.cuda.synchronize()
+        compare(problem, out, lse)
+
+
+@pytest.mark.gpu
+def test_hopper_two_graphs_on_two_streams() -> None:
+    """Their launches count parts in places of their own."""
+    problems = [
+        build_cache(CacheCase("beside", 1, (30000 - 999 * i, 5), page=64, heads=8, head_dim=128, poison=0.5), "cuda", seed=i)
+        for i in (0, 1)
+    ]
+    want = [ops.forward(p, "hopper") for p in problems]
+    graphs, streams, got = [], [torch.cuda.Stream() for _ in problems], []
+    for p, stream in zip(problems, streams, strict=True):
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            got.append(ops.forward(p, "hopper"))
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        eager = ops.forward(problems[0], "hopper")
+        torch.cuda.synchronize()
+        for (out, lse), (right, right_lse) in zip([*got, eager], [*want, want[0]], strict=True):
+            assert torch.equal(out, right) and torch.equal(lse, right_lse)
+
+
+@pytest.mark.gpu
+def test_hopper_more_elements_than_32_bits_count() -> None:
+    k = torch.randn(70000, 16, 16, 128, device="cuda", dtype=torch.bfloat16)  # 2.3e9
+    q = torch.randn(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    used = torch.tensor([32, 27], dtype=torch.int32, device="cuda")
+    for size, pages in ((16, [[0, 65535], [65536, 69999]]), (4, [[0, 7, 262140, 279999], [262144, 2, 5, 279998]])):
+        cache = k.view(-1, size, 16, 128)
+        table = torch.tensor(pages, dtype=torch.int32, device="cuda")
+        problem = Problem.of(q, cache, cache, keys=Keys((used * size) // 16, table))
+        compare(problem, *ops.forward(problem, "hopper"))
+
+
+@pytest.mark.gpu
+def test_hopper_on_another_stream_and_a_strided_query() -> None:
+    problem = build_cache(CacheCase("stream", 1, (3000, 20), page=64, head_dim=128), "cuda")
+    want = ops.forward(problem, "hopper")
+    qkv = torch.cat([problem.q, problem.q, problem.q], 2)
+    strided = dataclasses.replace(problem, q=qkv[:, :, 4:8])
+    odd = dataclasses.replace(problem, q=torch.cat([problem.q[..., :1], problem.q], -1)[..., 1:])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for other in (problem, strided, odd):
+            got = ops.forward(other, "hopper")
+            torch.cuda.synchronize()
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.gpu
+def test_hopper_prefix_shared_by_all_agrees_with_merging() -> None:
+    """Full over the prefix for all rows as one sequence, and each sequence's own keys behind it."""
+    case = CacheCase("prefix", 1, (400, 333, 256), page=64, shared=4, heads=8, head_dim=128)
+    problem = build_cache(case, "cuda")
+    view, one = CacheView(problem.k, problem.v, problem.keys), torch.tensor([256], dtype=torch.int32, device="cuda")
+    prefix = CacheView(problem.k, problem.v, Keys(one, problem.keys.page_table[:1, :4]))
+    common, lse = decode(problem.q.transpose(0, 1), prefix, mask=Full(), return_lse=True, out_dtype=torch.float32, backend="hopper")
+    from attn3 import merge_states
+
+    rest = Keys(problem.keys.used, problem.keys.page_table, leftpad=one.expand(3).contiguous())
+    own = decode(problem.q, CacheView(problem.k, problem.v, rest), return_lse=True, out_dtype=torch.float32, backend="hopper")
+    merged, _ = merge_states([(common.transpose(0, 1), lse.permute(2, 1, 0)), own], out_dtype=torch.bfloat16)
+    torch.testing.assert_close(merged, decode(problem.q, view, backend="hopper"), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_hopper_fa3_interface_hands_out_partial_results() -> None:
+    problem = build_cache(CacheCase("accum", 1, (700, 30), page=16, head_dim=128), "cuda")
+    out, lse, parts, lses = flash_attn_with_kvcache(
+        problem.q, problem.k, problem.v, cache_seqlens=problem.keys.used, page_table=problem.keys.page_table, causal=True,
+        num_splits=3, return_softmax_lse=True,
+    )  # fmt: skip
+    assert parts.shape == (3, 2, 4, 1, 128) and lses.shape == (3, 2, 4, 1)
+    compare(dataclasses.replace(problem, num_splits=3), out, lse)
+
+
+@pytest.mark.gpu
+def test_hopper_says_what_it_does_not_do() -> None:
+    problem = build_cache(CacheCase("e4m3_odd", 1, (30,), head_dim=72, cache_dtype="float8_e4m3fn"), "cuda")
+    with pytest.raises((AttentionError, NotImplementedError), match="a multiple of 16"):
+        ops.forward(problem, "hopper")
+    want, _ = reference(problem)
+    assert (ops.forward(problem, None)[0].double() - want).abs().max() < 0.05, "another backend takes it"
