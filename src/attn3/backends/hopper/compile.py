@@ -191,7 +191,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow) -> tuple[Any, list[A
         rows(*q), rows(*k), rows(*v),
         make_fake_tensor(Float32, (heads, tiles, per_tile), (any_stride(divisibility=per_tile), per_tile, 1), assumed_align=128),
         make_fake_tensor(Float32, (work_tiles, elements), (any_stride(divisibility=elements), 1), assumed_align=128),
-        vector(size() if features.recycles else 1),
+        vector(1),
         make_fake_tensor(Int32, (heads, tiles), (any_stride(), 1), assumed_align=4) if features.deterministic else None,
         vector(offsets, given=features.packed),
         vector(offsets, given=features.packed),

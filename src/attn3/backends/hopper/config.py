@@ -126,7 +126,6 @@ class BackwardFeatures:
     seqused_k: bool = False
     dlse: bool = False  # lse has a gradient, too
     deterministic: bool = False
-    recycles: bool = False  # heads use dQ's workspace one after another, so that it stays in the L2 cache
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]

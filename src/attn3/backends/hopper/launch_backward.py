@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 
 from attn3.backends.hopper import compile, config, environment
-from attn3.backends.hopper.config import BackwardFeatures, BackwardRow
+from attn3.backends.hopper.config import BackwardFeatures
 from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, for_tma
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
 
-WORKSPACE_BYTES = 32 << 20  # of dQ in float32, when heads share it: what stays in the L2 cache beside everything else
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 
 
@@ -30,20 +28,9 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
     block_rows = row.tile.block_queries
     tiles = q.shape[0] // block_rows + p.batch + 1 if p.packed else -(-q.shape[1] // block_rows) * p.batch
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    processors = environment.processors(q.device.index)
-    section = 1
-    if features.right and not (features.left or p.packed):
-        per_head = k.shape[1] * (p.heads // p.kv_heads * (6 * p.head_dim + 2 * p.head_dim_v) + 2 * (p.head_dim + p.head_dim_v))
-        section = max(1, L2_BYTES // per_head)
-    work_tiles = p.heads * tiles
-    places = 0 if p.packed or deterministic else _places(p, row, tiles // p.batch, processors)
-    if places > 0:
-        features = dataclasses.replace(features, recycles=True)
-        section = min(section, places // 4)
-        work_tiles = places * (p.heads // p.kv_heads) * tiles // p.batch
     stats = q.new_empty((p.heads, tiles, 2 * block_rows), dtype=torch.float32)
-    work = q.new_empty((work_tiles, block_rows * row.head_dim), dtype=torch.float32)
-    counter = q.new_empty(1 if places == 0 else 1 + p.kv_heads * p.batch + places, dtype=torch.int32)
+    work = q.new_empty((p.heads * tiles, block_rows * row.head_dim), dtype=torch.float32)
+    counter = q.new_empty(1, dtype=torch.int32)
     turns = q.new_empty((p.heads, tiles), dtype=torch.int32) if deterministic else None
     left, right = p.window
     if p.softcap is None:
@@ -52,24 +39,18 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
             c = math.copysign(SMALLEST_SCALE, c)
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
+    section = 1
+    if features.right and not (features.left or p.packed):
+        per_head = k.shape[1] * (p.heads // p.kv_heads * (6 * p.head_dim + 2 * p.head_dim_v) + 2 * (p.head_dim + p.head_dim_v))
+        section = max(1, L2_BYTES // per_head)
     vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))
     with torch.cuda.device(q.device):
         compile.kernel(features)(
             for_tma(q), for_tma(k), for_tma(v), for_tma(out), for_tma(dout.to(q.dtype)),
             lse, None if dlse is None else dlse.float(), dq, dk, dv, stats, work, counter, turns, *vectors,
-            c, inner, p.scale, left or 0, right or 0, section, processors,
+            c, inner, p.scale, left or 0, right or 0, section, environment.processors(q.device.index),
         )  # fmt: skip
     return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows)
-
-
-def _places(p: Problem, row: BackwardRow, tiles: int, processors: int) -> int:
-    """For how many KV heads dQ's workspace has room when heads use it one after another and it is to stay in the L2 cache; 0: every
-    head has its own. The heads whose tiles are in work at a time need room, and as many that are being rounded.
-    """
-    per_head = 4 * tiles * row.tile.block_queries * row.head_dim * (p.heads // p.kv_heads)
-    places = WORKSPACE_BYTES // per_head
-    at_once = -(-processors // -(-p.k.shape[1] // row.tile.block_keys))
-    return places if max(4, 2 * at_once) <= places < p.kv_heads * p.batch else 0
 
 
 def features_of(p: Problem, dlse: bool = False, deterministic: bool = False) -> BackwardFeatures:

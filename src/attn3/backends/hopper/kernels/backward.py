@@ -39,8 +39,6 @@ ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 # write the next before the other one has looked
 BAR_ALL, BAR_DS = 1, 2
 BAR_TURN, BAR_PASSED = 6, 7  # of the consumers and the turn warp
-BAR_ROUNDED = 8  # of the warps that round dQ
-ROUNDERS = 3  # those warps: what the producer leaves of its warpgroup
 
 
 def opaque(x):
@@ -101,16 +99,6 @@ class Pipes(NamedTuple):
     do: Any
 
 
-class Recycling(NamedTuple):
-    """Heads that use dQ's workspace one after another. They are numbered, KV heads of all sequences, in the order of their tiles."""
-
-    done: Any  # address of an int32 for each head: tiles of keys that have added to its dQ
-    epochs: Any  # the same for each place in the workspace: heads that were rounded there and left it zeroed
-    places: Any  # how many heads the workspace holds
-    head_tiles: Any  # of queries, of one sequence
-    before: Any  # shared memory: tiles of the present head that were done before this one
-
-
 class Tile(NamedTuple):
     """128 or 64 keys of one KV head, and the tiles of queries that see them."""
 
@@ -146,8 +134,6 @@ class BackwardKernel:
         self.deterministic = features.deterministic
         self.rotates = tile.rotate and not (self.left or self.right or self.deterministic)
         self.turn_threads = 32 if self.deterministic else 0
-        self.recycles = features.recycles
-        assert not (self.recycles and (self.deterministic or self.packed))
 
     # ------------------------------------------------------------------------------------------------------------ host
     @cute.jit
@@ -164,8 +150,8 @@ class BackwardKernel:
         mdK: cute.Tensor,
         mdV: cute.Tensor,
         stats: cute.Tensor,  # (heads, query tiles, 2 * block_queries) float32: lse in bits, then delta - dlse
-        work: cute.Tensor,  # (heads * query tiles, block_queries * tile_dim) float32: dQ in accumulator order. Recycling: fewer
-        counter: cute.Tensor,  # int32: the next tile. Recycling: tiles done of each KV head, then heads rounded in each place
+        work: cute.Tensor,  # (heads * query tiles, block_queries * tile_dim) float32: dQ in accumulator order
+        counter: cute.Tensor,  # (1,) int32: the next tile
         turns: cute.Tensor | None,  # (heads, query tiles) int32: deterministic only, the key tile whose turn it is
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
@@ -215,14 +201,10 @@ class BackwardKernel:
         tma_do, gdO = tma(gdO, layouts["do"], self.dv)
         tma_k, gK = tma(gK, layouts["k"], self.d)
         tma_v, gV = tma(gV, layouts["v"], self.dv)
-        tiles_each, places = Int32(tiles), Int32(0)
-        if const_expr(self.recycles):
-            tiles_each = tiles // seqs.count
-            places = work.shape[0] // (heads // kv_heads * tiles_each)
         self.main(
-            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), mdQ, stats, work, counter, turns, seqs, mma_s, mma_v,
+            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, mma_s, mma_v,
             mma_k, mma_q, c, inner, scale, left, right, section, key_tiles, slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads,
-            heads // kv_heads, tiles, tiles_each, places,
+            heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
@@ -254,12 +236,11 @@ class BackwardKernel:
     def main(
         self,
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_do: cute.CopyAtom, gdO: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
-        tma_v: cute.CopyAtom, gV: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mdQ: cute.Tensor, stats: cute.Tensor,
-        work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans,
+        tma_v: cute.CopyAtom, gV: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, stats: cute.Tensor, work: cute.Tensor,
+        counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans,
         mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
         c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, section: Int32,
         key_tiles: Int32, slots: Int32, kv_heads_div: cute.FastDivmodDivisorV2, kv_heads: Int32, group: Int32, tiles: Int32,
-        tiles_each: Int32, places: Int32,
     ):  # fmt: skip
         tidx, t, gdim = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -275,12 +256,6 @@ class BackwardKernel:
         bars_q = smem.allocate_array(Int64, 2 * self.stages_q)
         bars_do = smem.allocate_array(Int64, 2 * self.stages_do)
         ring = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # tiles, producer -> everybody
-        added = smem.allocate_array(Int64, 2)
-        rec = None
-        if const_expr(self.recycles):
-            counts = counter.iterator.toint() + 4
-            before = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-            rec = Recycling(counts, counts + Int64(slots) * 4, places, tiles_each, before)
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.bm, self.stages_q)), 128)
         alloc = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, swizzle=l.inner)
         sK, sV, sQ, sdO = (alloc(layouts[name]) for name in ("k", "v", "q", "do"))
@@ -296,8 +271,7 @@ class BackwardKernel:
                 cute.arch.mbarrier_init(kv_empty, 8)  # one arrival per warp
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(t_full + i, 1)
-                    cute.arch.mbarrier_init(t_empty + i, 8 + self.turn_threads // 32 + (ROUNDERS if self.recycles else 0))
-                    cute.arch.mbarrier_init(added + i, 8)
+                    cute.arch.mbarrier_init(t_empty + i, 8 + self.turn_threads // 32)
         make_pipe = lambda storage, stages, nbytes: pipeline.PipelineTmaAsync.create(
             barrier_storage=storage, num_stages=stages, tx_count=nbytes,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
@@ -369,9 +343,6 @@ class BackwardKernel:
                         self.pass_turns(turns, self.locate(t, grid), group, tiles)
                         t = self.next_tile(ring, t_full, t_empty, it)
                         it += 1
-            if const_expr(self.recycles):
-                if warp > 0:
-                    self.round_heads(rec, t, n_tiles, grid, ring, t_full, t_empty, added, mdQ, work, scale, warp)
         else:  # ---------------------------------------------------------------------------------------------- consumers
             cute.arch.setmaxregister_increase(240)
             w, tid, ctid = wg - 1, tidx - WG, tidx % WG
@@ -393,12 +364,7 @@ class BackwardKernel:
                 # all query heads of the group in one walk: m, and where this tile's dQ and turn lie
                 total = group * (end - begin)
                 tile_bytes = Int64(4 * self.bm * self.d)
-                if const_expr(self.recycles):
-                    number = span.batch * kv_heads + at.kv_head
-                    self.await_place(rec, number)
-                    first = number % places * group * tiles_each + begin
-                else:
-                    first = at.kv_head * group * tiles + span.first_tile + begin
+                first = at.kv_head * group * tiles + span.first_tile + begin
                 out = work.iterator.toint() + Int64(first - 1) * tile_bytes + Int64(tid * 16)  # of the tile before the first one
                 if const_expr(self.rotates):
                     out += Int64(at.start - begin) * tile_bytes
@@ -446,9 +412,9 @@ class BackwardKernel:
                         step = 1 - (end - begin) if wraps else Int32(1)
                         if done == end - begin:  # the next head, from the same tile on
                             done = Int32(0)
-                            step += tiles_each
+                            step += tiles
                     else:
-                        step = tiles_each - (end - begin) + 1 if wraps else Int32(1)
+                        step = tiles - (end - begin) + 1 if wraps else Int32(1)
                     m = m_next
                     qs.advance()
                     dos.advance()
@@ -464,7 +430,7 @@ class BackwardKernel:
                     if total > 0:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(kv_empty)
-                self.finish(views, scale, sdK, sdV, mdK, mdV, at, w, tid, added + (it & 1))
+                self.finish(views, scale, sdK, sdV, mdK, mdV, at, w, tid)
                 if const_expr(not self.tile.stage_out):
                     cute.arch.fence_proxy("async.shared", space="cta")
                     if total > 0:
@@ -778,89 +744,6 @@ class BackwardKernel:
                 turn += Int64(tiles - (end - begin) + 1 if wraps else Int32(1)) * 4
                 m = begin if wraps else m + 1
 
-    # ------------------------------------------------------------------------------------- heads that share dQ's workspace
-    @cute.jit
-    def await_place(self, rec: Recycling, number):
-        """Until the head that used this one's place before was rounded. All of its tiles were handed out before this one."""
-        if number >= rec.places:
-            epoch = rec.epochs + Int64(number % rec.places) * 4
-            if cute.arch.lane_idx() == 0:
-                while self.turn_of(epoch) < number // rec.places:
-                    pass
-            cute.arch.sync_warp()
-
-    @cute.jit
-    def round_heads(self, rec: Recycling, t, n_tiles, grid: Grid, ring, t_full, t_empty, added, mdQ, work, scale, warp):
-        """The warps beside the producer count this CTA's tiles of keys. The last tile of a head has its dQ rounded, workspace ->
-        tensor, and the workspace zeroed, unless nobody needs its place any more.
-        """
-        it = Int32(0)
-        while t < n_tiles:
-            _n, kv_head, batch = schedule.dense_tile(t, grid.key_tiles, grid.slots, grid.section, grid.kv_heads)
-            number = cute.arch.make_warp_uniform(batch * grid.kv_heads.divisor + kv_head)
-            cute.arch.mbarrier_wait(added + (it & 1), (it >> 1) & 1)
-            if it > 0:  # only now, so that the consumers stay less than two tiles ahead
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(t_empty + ((it - 1) & 1))
-            if (warp == 1) & (cute.arch.lane_idx() == 0):
-                rec.before[0] = cute.arch.inline_ptx(
-                    "atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32],
-                    read_only_args=[rec.done + Int64(number) * 4, Int32(1)],
-                )  # fmt: skip
-            cute.arch.barrier(barrier_id=BAR_ROUNDED, number_of_threads=32 * ROUNDERS)
-            before = cute.arch.make_warp_uniform(rec.before[0])
-            if (before == grid.key_tiles - 1) & (number + rec.places < grid.slots):
-                cute.arch.fence_acq_rel_gpu()
-                self.round_head(number, rec, mdQ, work, grid.group, scale, warp)
-                cute.arch.fence_acq_rel_gpu()
-                cute.arch.barrier(barrier_id=BAR_ROUNDED, number_of_threads=32 * ROUNDERS)
-                if (warp == 1) & (cute.arch.lane_idx() == 0):
-                    cute.arch.inline_ptx(
-                        "red.release.gpu.global.add.s32 [{$r0}], {$r1};",
-                        read_only_args=[rec.epochs + Int64(number % rec.places) * 4, Int32(1)],
-                    )
-            cute.arch.mbarrier_wait(t_full + (it & 1), (it >> 1) & 1)
-            t = cute.arch.make_warp_uniform(ring[it & 1])
-            it += 1
-
-    @cute.jit
-    def round_head(self, number, rec: Recycling, mdQ, work, group, scale, warp):
-        """All query heads of one KV head. Four numbers are two columns of two rows; two lanes make them four columns of a row."""
-        heads, step = mdQ.shape[2], 32 * ROUNDERS
-        head = number * group
-        batch = head // heads
-        place = number % rec.places * group * rec.head_tiles
-        out = cute.make_rmem_tensor(4, self.dtype)
-        words = cute.recast_tensor(out, Int32)
-        for tile in cutlass.range(group * rec.head_tiles, unroll=1):
-            g = tile // rec.head_tiles
-            first = (tile - g * rec.head_tiles) * self.bm
-            rows = mdQ[batch, None, head - batch * heads + g, None]
-            source = work[place + tile, None].iterator.toint()
-            for x in cutlass.range(warp * 32 - 32 + cute.arch.lane_idx(), self.bm * self.d // 4, step, unroll=1):
-                at = source + x * 16
-                a, b, c, d = cute.arch.inline_ptx(
-                    "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                    write_only_types=[Float32] * 4, read_only_args=[at],
-                )  # fmt: skip
-                out[0], out[1] = (a * scale).to(self.dtype), (b * scale).to(self.dtype)
-                out[2], out[3] = (c * scale).to(self.dtype), (d * scale).to(self.dtype)
-                zero = Float32(0.0)
-                cute.arch.inline_ptx("st.global.v4.f32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[at, zero])
-                odd = (x & 1) == 1
-                kept = words[1] if odd else words[0]  # the row 8 below, or the row
-                got = cute.arch.shuffle_sync_bfly(words[0] if odd else words[1], 1)
-                words[0], words[1] = (got if odd else kept), (kept if odd else got)
-                thread, i = x % 256, x // 256  # of the consumers, of its groups of four
-                row = first + thread % 128 // 32 * 16 + thread % 32 // 4 + 8 * (x & 1)
-                column = 8 * i + thread % 4 // 2 * 4
-                if const_expr(self.dq_by_rows):
-                    row += thread // 128 * 64
-                else:
-                    column += thread // 128 * self.dq_columns
-                if (row < mdQ.shape[1]) & (column < self.features.head_dim):
-                    cute.autovec_copy(out, cute.local_tile(rows[row, None], (4,), (column // 4,)))
-
     # -------------------------------------------------------------------------------------------------------------- memory
     @cute.jit
     def rows_of(self, tma, s, gX, row, head, batch, width: cutlass.Constexpr):
@@ -908,17 +791,12 @@ class BackwardKernel:
             cute.autovec_copy(zero, cute.local_tile(s, (1, 8, 1), (i, tid % chunks, slot))[0, None, 0])
 
     @cute.jit
-    def finish(self, views: Views, scale, sdK, sdV, mdK, mdV, tile: Tile, w, tid, added):
+    def finish(self, views: Views, scale, sdK, sdV, mdK, mdV, tile: Tile, w, tid):
         """dK and dV: registers -> shared memory -> global, 16 bytes at a time"""
         cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
         tid = opaque(tid)
         self.stage_out(views.mma_v, views.dV, Float32(1.0), sdV, self.dv, w, tid)
         self.stage_out(views.mma_k, views.dK, scale, sdK, self.d, w, tid)
-        if const_expr(self.recycles):  # what this thread has added to dQ is seen by whoever learns that this tile is done
-            cute.arch.fence_acq_rel_gpu()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(added)
         cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
         self.copy_out(sdV, mdV, self.features.head_dim_v, tile, tid)
         self.copy_out(sdK, mdK, self.features.head_dim, tile, tid)

@@ -23,11 +23,6 @@ INF = float("inf")
 LOG2_E = math.log2(math.e)
 
 
-def last_user(slot, slots, users):
-    """The last of ``users`` things whose number is ``slot`` modulo ``slots``, of which there are at most as many."""
-    return slot + (users - 1 - slot) // slots * slots
-
-
 class _Ends:
     def __init__(self, features: BackwardFeatures, block_rows: int):
         self.features, self.bm = features, block_rows
@@ -73,14 +68,13 @@ class Preprocess(_Ends):
         tid = cute.arch.thread_idx()[0]
         tile, head, _z = cute.arch.block_idx()
         tiles = cute.arch.grid_dim()[0]
-        if (tile == 0) & (head == 0):
-            for i in cutlass.range(tid, counter.shape[0], THREADS, unroll=1):
-                counter[i] = 0
-        if const_expr(self.features.recycles):
-            if head * tiles + tile < work.shape[0]:
-                self.zero(work[head * tiles + tile, None], tid)
-        else:
-            self.zero(work[head * tiles + tile, None], tid)
+        if (tile == 0) & (head == 0) & (tid == 0):
+            counter[0] = 0
+        zero = cute.make_rmem_tensor(4, Float32)
+        zero.fill(0.0)
+        place = work[head * tiles + tile, None]
+        for i in cutlass.range_constexpr(self.bm * self.d // (4 * THREADS)):
+            cute.autovec_copy(zero, cute.local_tile(place, (4,), (i * THREADS + tid,)))
         span, m = self.span(seqs, tile, tiles)
         see_begin, see_end = seeing_rows(span.query_length, span.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max)
         if const_expr(turns is not None):  # the last tile of keys that these queries see goes first
@@ -128,16 +122,8 @@ class Preprocess(_Ends):
                 stats[head, tile, self.bm + r] = dot
 
 
-    @cute.jit
-    def zero(self, place, tid):
-        zero = cute.make_rmem_tensor(4, Float32)
-        zero.fill(0.0)
-        for i in cutlass.range_constexpr(self.bm * self.d // (4 * THREADS)):
-            cute.autovec_copy(zero, cute.local_tile(place, (4,), (i * THREADS + tid,)))
-
-
 class Postprocess(_Ends):
-    """dQ = scale * workspace, rounded. Of heads that share the workspace, the last ones: the main kernel has rounded the others."""
+    """dQ = scale * workspace, rounded."""
 
     def __init__(self, block_rows: int, tile_dim: int, dq_columns: int, features: BackwardFeatures):
         super().__init__(features, block_rows)
@@ -146,9 +132,6 @@ class Postprocess(_Ends):
     @cute.jit
     def launch(self, work, mdQ, tiles, seqs: schedule.Spans, scale, stream):
         heads = mdQ.shape[1 if self.packed else 2]
-        if const_expr(self.features.recycles):
-            tiles = tiles // seqs.count
-            heads = work.shape[0] // tiles
         self.kernel(work, mdQ, seqs, scale).launch(
             grid=[tiles, heads, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream
         )
@@ -158,15 +141,9 @@ class Postprocess(_Ends):
         tid = cute.arch.thread_idx()[0]
         tile, head, _z = cute.arch.block_idx()
         tiles = cute.arch.grid_dim()[0]
-        place = work[head * tiles + tile, None]
-        if const_expr(self.features.recycles):  # of all query heads the last one that used this place
-            slots, heads = cute.arch.grid_dim()[1], mdQ.shape[2]
-            head = last_user(head, slots, heads * seqs.count)
-            span, m = schedule.dense_span(seqs, head // heads, tiles), tile
-            head = head % heads
-        else:
-            span, m = self.span(seqs, tile, tiles)
+        span, m = self.span(seqs, tile, tiles)
         gdQ = self.head_of(mdQ, span, head)
+        place = work[head * tiles + tile, None]
         staged = cutlass.memory.SmemAllocator().allocate_tensor(
             self.dtype, cute.make_layout((self.bm, self.d), stride=(self.d + 8, 1)), 16
         )  # 8 more columns: no bank is met twice
