@@ -87,7 +87,9 @@ def check(head_dims: list[int]) -> bool:
                         seen = want_lse > -torch.inf
                         off = ((lse - want_lse)[seen].abs() / (1 + want_lse[seen].abs() / 2)).max().item()
                     limit = 5e-3 if kind == "one" and mask == attn3.Full() else 0.045
-                    fine = error < limit and off < 2e-3 and not out.isnan().any()
+                    # QK's chain truncates, too, which shows where scores are large
+                    off_limit = 2e-3 if kind in ("normal", "one") else 1.2e-2
+                    fine = error < limit and off < off_limit and not out.isnan().any()
                     worst.append((error, off))
                     good &= bool(fine)
                     if not fine:

@@ -15,12 +15,6 @@ def _no_hopper() -> str | None:
     return None if capability == (9, 0) else f"needs a GPU of compute capability 9.0, this one has {capability[0]}.{capability[1]}"
 
 
-@pytest.fixture(autouse=True)
-def _prove_fp8_on_hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("gpu"):
-        monkeypatch.setenv("ATTN3_HOPPER_FP8", "1")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _no_hopper() if gpu else None

@@ -253,16 +253,6 @@ def test_zeros_and_one_row():
     torch.testing.assert_close(attn3.attention(v, v, v, precision=FP8(), backend="cpu"), v)  # the mean is the value
 
 
-def test_kernels_that_were_not_proved_on_a_gpu_are_not_used(monkeypatch):
-    problem = quantized_problem(Problem.of(*normal((1, 40, 2, 64), (1, 40, 2, 64), (1, 40, 2, 64))), FP8())
-    hopper = attn3.registry.backends()["hopper"]
-    monkeypatch.delenv("ATTN3_HOPPER_FP8", raising=False)
-    assert any("not been proved on a GPU" in reason for reason in hopper.refusals(problem))
-    assert not hopper.can_quantize(problem, FP8())
-    monkeypatch.setenv("ATTN3_HOPPER_FP8", "1")
-    assert not any("not been proved on a GPU" in reason for reason in hopper.refusals(problem))
-
-
 # ---------------------------------------------------------------------------------------------------------- on a Hopper GPU
 
 

@@ -11,7 +11,6 @@ VARIABLES = {
     "ATTN3_NO_CACHE": "1: neither read nor write compiled kernels on disk",
     "ATTN3_CHECKS": "1: also check values that live on the device (cu_seqlens in order, used lengths in range); synchronises",
     "ATTN3_FP8_FLOAT32": "1: the cpu backend adds FP8 products in float32, not as a tensor core does: faster, a little too good",
-    "ATTN3_HOPPER_FP8": "1: let the hopper backend compute in FP8, with kernels that compile but have not been proved on a GPU yet",
     "ATTN3_QUIET": "1: no spinner while a kernel compiles",
 }
 
@@ -48,10 +47,6 @@ def value_checks() -> bool:
 
 def fp8_float32() -> bool:
     return _flag("ATTN3_FP8_FLOAT32")
-
-
-def hopper_fp8() -> bool:
-    return _flag("ATTN3_HOPPER_FP8")
 
 
 def quiet() -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn3 import settings
 from attn3.backends.hopper import config, config_decode, environment, launch, launch_decode
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class HopperBackend:
     def can_quantize(self, problem: Problem, precision: FP8) -> bool:
         """Is there a kernel that quantises q, k and v like this? ``attn3.fp8`` does it otherwise."""
         q = problem.q
-        if not settings.hopper_fp8() or not q.is_cuda:
+        if not q.is_cuda:
             return False
         if environment.software_reasons() or environment.device_reasons(q.device.index):
             return False

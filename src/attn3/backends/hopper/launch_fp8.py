@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from attn3 import settings
 from attn3.backends.hopper import compile, config_fp8, environment
 from attn3.backends.hopper.config_fp8 import Fp8Features
 from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, counters
@@ -40,8 +39,6 @@ _MOST_PLANS = 4096
 def reasons(p: Problem) -> list[str]:
     """Why the FP8 kernel cannot run a problem, whatever the machine."""
     found = []
-    if not settings.hopper_fp8():
-        found.append('its FP8 kernels have not been proved on a GPU yet; pass backend="cpu", or set ATTN3_HOPPER_FP8=1 to try them')
     if p.packed:
         found.append("FP8 with packed sequences (cu_seqlens) is not supported; pass a dense batch, or leave precision out")
     if p.softcap is not None:
