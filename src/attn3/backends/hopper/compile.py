@@ -19,12 +19,19 @@ import time
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator, NamedTuple
+
+import torch
 
 from attn3 import settings
 from attn3.backends.hopper import config, config_fp8, disk_cache, environment
 from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, TunedRow
 from attn3.backends.hopper.config_fp8 import Fp8Features, QuantizeFeatures
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attn3.programs import MaskProgram, ScoreProgram
 
 log = logging.getLogger("attn3")
 
@@ -35,27 +42,34 @@ ARCH = "sm_90a"
 SYMBOL = "attn3_kernel"
 _HERE = Path(__file__).parent
 _SOURCES = (*sorted(_HERE.glob("kernels/*.py")), *sorted(_HERE.glob("parts/*.py")), _HERE / "config.py", _HERE / "compile.py",
-            _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE.parents[1] / "fp8.py",
-            _HERE.parents[1] / "masks.py")  # fmt: skip
+            _HERE / "maps.py", _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE.parents[1] / "fp8.py",
+            _HERE.parents[1] / "masks.py", _HERE.parents[1] / "programs.py")  # fmt: skip
 _kernels: dict[AnyFeatures, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 
-def kernel(features: AnyFeatures) -> Callable[..., None]:
+class Programs(NamedTuple):
+    """The functions that a kernel traces. ``features`` hold their keys; tensors here only say of what kind captured ones are."""
+
+    mask: MaskProgram | None = None
+    scores: ScoreProgram | None = None
+
+
+def kernel(features: AnyFeatures, programs: Programs = Programs()) -> Callable[..., None]:
     """The compiled kernel of ``features``, from this process, the disk, or the compiler, in this order."""
     found = _kernels.get(features)
     if found is None:
         with _lock:
             found = _kernels.get(features)
             if found is None:
-                found = _kernels[features] = _load_or_compile(features)
+                found = _kernels[features] = _load_or_compile(features, programs)
     return found
 
 
-def _load_or_compile(features: AnyFeatures) -> Callable[..., None]:
+def _load_or_compile(features: AnyFeatures, programs: Programs) -> Callable[..., None]:
     disk = disk_cache.default()
-    if disk is None:
-        return _compile_visibly(features)
+    if disk is None or not _says_everything(features):
+        return _compile_visibly(features, programs)
     key = cache_key(features, _tile(features))
     found = _from_disk(disk, key)
     if found is not None:
@@ -64,7 +78,7 @@ def _load_or_compile(features: AnyFeatures) -> Callable[..., None]:
         found = _from_disk(disk, key)
         if found is not None:
             return found
-        compiled = _compile_visibly(features)
+        compiled = _compile_visibly(features, programs)
         disk.store(key, lambda path: compiled.export_to_c(object_file_path=str(path), function_name=SYMBOL))
         stored = _from_disk(disk, key)  # called with less overhead than what the DSL gave
         return compiled if stored is None else stored
@@ -98,10 +112,16 @@ def _tile(features: AnyFeatures) -> Any:
     return config_fp8.choose(features) if isinstance(features, Fp8Features) else None
 
 
-def _compile_visibly(features: AnyFeatures) -> Any:
+def _says_everything(features: AnyFeatures) -> bool:
+    """Is the text of the programs' keys as good as the keys? (That of an object may be an address, which means nothing tomorrow.)"""
+    plain = lambda x: x is None or type(x) in (bool, int, float, str, bytes) or (type(x) is tuple and all(map(plain, x)))
+    return plain(getattr(features, "mask", None)) and plain(getattr(features, "scores", None))
+
+
+def _compile_visibly(features: AnyFeatures, programs: Programs) -> Any:
     start = time.perf_counter()
     with _spinner(f"compiling {features} (first use on this machine)"):
-        compiled = build(features)
+        compiled = build(features, programs=programs)
     log.info("compiled %s in %.1f s", features, time.perf_counter() - start)
     return compiled
 
@@ -117,7 +137,7 @@ def _spinner(text: str) -> Iterator[None]:
         yield
 
 
-def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "") -> Any:
+def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "", programs: Programs = Programs()) -> Any:
     """Compile the kernel of some features; options are the DSL's (``--keep-cubin --dump-dir D``, ``remarks{ptx}`` …)."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
@@ -125,7 +145,7 @@ def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "") -
     if isinstance(features, BackwardFeatures):
         kernel, arguments = _backward(features, row or config.choose_backward(features))
     elif isinstance(features, Features):
-        kernel, arguments = _forward(features, row or config.choose(features))
+        kernel, arguments = _forward(features, row or config.choose(features), programs)
     else:
         from attn3.backends.hopper import compile_fp8
 
@@ -134,7 +154,7 @@ def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "") -
     return cute.compile(kernel, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
 
 
-def _forward(features: Features, row: TunedRow) -> tuple[Any, list[Any]]:
+def _forward(features: Features, row: TunedRow, programs: Programs) -> tuple[Any, list[Any]]:
     """The kernel and its arguments as the compiler sees them: equal sizes are equal at run time, too."""
     import cutlass.cute as cute
     from cutlass import Float32, Int32
@@ -145,7 +165,8 @@ def _forward(features: Features, row: TunedRow) -> tuple[Any, list[Any]]:
     batch, seqlen_q, seqlen_k, heads, kv_heads, offsets, sequences = (size() for _ in range(7))
     rows, vector = _describers(features, batch)
     sequences = sequences if features.packed else batch
-    return ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v), [
+    visible, apply = (None if p is None else f(p) for p, f in zip(programs, (lambda p: p.visible, lambda p: p.apply), strict=True))
+    return ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v, visible, apply), [
         rows(seqlen_q, heads, features.head_dim),
         rows(seqlen_k, kv_heads, features.head_dim),
         rows(seqlen_k, kv_heads, features.head_dim_v),
@@ -157,6 +178,7 @@ def _forward(features: Features, row: TunedRow) -> tuple[Any, list[Any]]:
         vector(sequences, given=features.seqused_q),
         vector(sequences, given=features.seqused_k),
         vector(heads, Float32, given=features.sinks),
+        *_of_programs(programs, batch, heads),
         Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(132),
     ]  # fmt: skip
 
@@ -212,6 +234,32 @@ def _describers(features: AnyFeatures, batch: Any) -> tuple[Callable[..., Any], 
         return make_fake_tensor(element, (n,), (1,), assumed_align=4) if given else None
 
     return rows, vector
+
+
+def _of_programs(programs: Programs, batch: Any, heads: Any) -> tuple[Any, tuple[Any, ...] | None, tuple[Any, ...] | None]:
+    """The block map, and what the programs have captured: any shape, neighbours in the last dimension."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import make_fake_tensor
+
+    def like(t: Tensor) -> Any:
+        strides = (*(cute.sym_int64() for _ in t.shape[1:]), 1)[: t.dim()]
+        return make_fake_tensor(_element(t.dtype), tuple(cute.sym_int() for _ in t.shape), strides, assumed_align=t.element_size())
+
+    captured = (tuple(like(t) for t in p.tensors) or None if p is not None else None for p in programs)
+    if programs.mask is None:
+        return None, *captured
+    shape, strides = (batch, heads, cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1)
+    return make_fake_tensor(Int32, shape, strides, assumed_align=4), *captured
+
+
+def _element(dtype: torch.dtype) -> Any:
+    import cutlass
+
+    names = {torch.bool: "Boolean", torch.uint8: "Uint8", torch.int8: "Int8", torch.int16: "Int16", torch.int32: "Int32",
+             torch.int64: "Int64", torch.float16: "Float16", torch.bfloat16: "BFloat16", torch.float32: "Float32",
+             torch.float64: "Float64"}  # fmt: skip
+    return getattr(cutlass, names[dtype])
 
 
 def _per_row(features: AnyFeatures, batch: Any, heads: Any, length: Any, last_stride: Any) -> Any:

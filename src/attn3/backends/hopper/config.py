@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Hashable
 
 SMEM_BYTES = 232448  # dynamic shared memory a block may have on sm_90
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # consumer warpgroups -> registers of the producer, of a consumer
@@ -27,6 +28,8 @@ class Features:
     seqused_q: bool = False
     seqused_k: bool = False
     lse: bool = True
+    mask: Hashable | None = None  # key of a mask program; what it hides is in a block map, left and right are False
+    scores: Hashable | None = None  # key of a score program
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]
@@ -101,13 +104,16 @@ def tile_dim(head_dim: int) -> int:
 @cache
 def choose(features: Features) -> TunedRow:
     """The tuned row of a problem class: the smallest tile widths that hold both head dims."""
-    kind = "left" if features.left else "right" if features.right else "dense"
+    program = features.mask is not None or features.scores is not None
+    kind = "left" if features.left or program else "right" if features.right else "dense"
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
     if features.softcap:  # its arithmetic needs the registers: half the block, and Q in shared memory
         narrow = replace(row.tile, block_keys=min(64, row.tile.block_keys), q_in_registers=False)
         row = replace(row, tile=narrow)
+    elif program:  # likewise
+        row = replace(row, tile=replace(row.tile, q_in_registers=False))
     return row
 
 

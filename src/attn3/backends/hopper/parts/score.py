@@ -4,6 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Constexpr, Float32
 
 LOG2_E = math.log2(math.e)
 
@@ -30,3 +31,14 @@ def negate(S_mn):
     for r in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
             S_mn[r, j] = -S_mn[r, j]
+
+
+@cute.jit
+def apply_program(S_mn, at, first_key, scale, apply: Constexpr, tensors):
+    """S <- apply(scale * S, b, h, q, k, tensors), traced. ``at``: where S lies (forward.Place); positions are those in use."""
+    last_row, last_key = at.query_length - 1, at.key_length - 1
+    for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+        k = cutlass.min(first_key + at.column + (j // 2 * 8 + j % 2), last_key)
+        for r in cutlass.range_constexpr(2):
+            q = cutlass.min(at.row + 8 * r, last_row)
+            S_mn[r, j] = Float32(apply(S_mn[r, j] * scale, at.batch, at.head, q, k, tensors))
