@@ -109,7 +109,7 @@ def choose(features: Features) -> TunedRow:
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
-    if features.softcap:  # its arithmetic needs the registers: half the block, and Q in shared memory
+    if features.softcap or features.scores is not None:  # their arithmetic needs the registers: half the block, and Q in shared memory
         narrow = replace(row.tile, block_keys=min(64, row.tile.block_keys), q_in_registers=False)
         row = replace(row, tile=narrow)
     elif program:  # likewise

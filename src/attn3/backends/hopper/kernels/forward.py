@@ -708,14 +708,15 @@ class ForwardKernel:
         """P of the first block, relative to its rows' maxima."""
         me.rows.max.fill(mask.NEG_INF)
         me.rows.sum.fill(0.0)
+        S_mn = rows_view(S)
+        block, _walked = self.first_block(blocks, at.row_of_map)
+        bits = self.look(S_mn, blocks.begin, at, block, me)
         warpgroup.wait_group(0)
         me.rings.k.consumer_release(ks)
         ks.advance()
-        S_mn = rows_view(S)
-        block, _walked = self.first_block(blocks, at.row_of_map)
         self.scores(S_mn, at, block, me)
         if (blocks.begin < blocks.full_begin) | (blocks.begin >= blocks.full_end):
-            self.hide(S_mn, at, block, me)
+            self.hide(S_mn, bits, at, block)
         softmax.online(S_mn, me.c, me.rows, self.start)
         pack(S, ops.P)
         return ks
@@ -781,21 +782,32 @@ class ForwardKernel:
         issue(ops.mma_qk, S, self.q_of(ops, me.w, n), ops.rK[None, None, None, ks.index], True)
         me.rings.v.consumer_wait(vs)
         issue(me.mma_pv, me.O, me.rP, me.rV[None, None, None, vs.index], False)
+        S_mn = rows_view(S)
+        bits = self.look(S_mn, n, at, block, me) if const_expr(masked) else None
         warpgroup.wait_group(1)
         me.rings.k.consumer_release(ks)
-        S_mn = rows_view(S)
         self.scores(S_mn, at, block, me)
         if const_expr(masked and self.listed):
             if n < at.masked:
-                self.hide(S_mn, at, block, me)
+                self.hide(S_mn, bits, at, block)
         elif const_expr(masked):
-            self.hide(S_mn, at, block, me)
+            self.hide(S_mn, bits, at, block)
 
     @cute.jit
-    def hide(self, S_mn, at: Place, block, me: Consumer):
+    def look(self, S_mn, n, at: Place, block, me: Consumer):
+        """What a mask program says of the n-th block, asked while the products run."""
+        if const_expr(not self.listed):
+            return None
+        bits = cute.make_rmem_tensor(2, Int32)
+        if n < at.masked:
+            mask.look(bits, cute.size(S_mn, mode=[1]), at, block * self.bn, self.visible, me.of_mask)
+        return bits
+
+    @cute.jit
+    def hide(self, S_mn, bits, at: Place, block):
         """S <- -inf where a row may not see a key of the block"""
         if const_expr(self.listed):
-            mask.apply_program(S_mn, at, block * self.bn, self.visible, me.of_mask)
+            mask.apply_bits(S_mn, bits)
         else:
             mask.apply(S_mn, at, block * self.bn)
 

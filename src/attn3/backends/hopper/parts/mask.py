@@ -2,11 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32
+from cutlass import Constexpr, Float32, Int32
 
 from attn3.masks import visible_range
 
 NEG_INF = -float("inf")
+STEP = 8  # columns asked about at once: what each needs is in registers
 
 
 @cute.jit
@@ -24,14 +25,30 @@ def apply(S_mn, at, first_key):
 
 
 @cute.jit
-def apply_program(S_mn, at, first_key, visible: Constexpr, tensors):
-    """The same for a traced ``visible(b, h, q, k, tensors)``. It is asked about positions in use only, so that it may index what it
-    has captured; keys behind the used ones are hidden whatever it says.
+def look(bits, columns: Constexpr, at, first_key, visible: Constexpr, tensors):
+    """bits <- for each of the thread's two rows a bit for each of its columns, up to 32: ``visible(b, h, q, k, tensors)``, traced.
+
+    It is asked about positions in use only, so that it may index what it has captured; keys behind the used ones are hidden
+    whatever it says. The loop is not unrolled: ptxas would start every load at once and run out of registers.
     """
     last_row, last_key = at.query_length - 1, at.key_length - 1
-    for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
-        key = first_key + at.column + (j // 2 * 8 + j % 2)
-        k = cutlass.min(key, last_key)
+    rows = [cutlass.min(at.row + 8 * r, last_row) for r in range(2)]
+    bits.fill(0)
+    for step in cutlass.range(columns // STEP, unroll=1):
+        key = first_key + at.column + step * (4 * STEP)
+        some = [Int32(0), Int32(0)]
+        for j in cutlass.range_constexpr(STEP):
+            k = key + (j // 2 * 8 + j % 2)
+            for r in cutlass.range_constexpr(2):
+                seen = visible(at.batch, at.head, rows[r], cutlass.min(k, last_key), tensors)
+                some[r] = some[r] | (Int32(1 << j) if (k <= last_key) & seen else Int32(0))
         for r in cutlass.range_constexpr(2):
-            seen = visible(at.batch, at.head, cutlass.min(at.row + 8 * r, last_row), k, tensors)
-            S_mn[r, j] = S_mn[r, j] if (key <= last_key) & seen else Float32(NEG_INF)
+            bits[r] = bits[r] | some[r] << (step * STEP)
+
+
+@cute.jit
+def apply_bits(S_mn, bits):
+    """S <- -inf where the row may not see the key"""
+    for r in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+            S_mn[r, j] = S_mn[r, j] if bits[r] & (1 << j) != 0 else Float32(NEG_INF)
