@@ -43,10 +43,7 @@ class HopperBackend:
             reasons.append(f"v has head_dim {problem.head_dim_v}; {limit}; use torch.no_grad()")
         if problem.needs_grad and problem.heads > MAX_HEADS:
             reasons.append(f"q has {problem.heads} heads; the backward pass takes up to {MAX_HEADS}; split them into several calls")
-        if problem.mask_program is not None:
-            reasons.append(f"{problem.mask!r} is not supported yet on the GPU; use backend='cpu'")
-        if problem.score_program is not None:
-            reasons.append(f"{problem.score!r} is not supported yet on the GPU; use backend='cpu'")
+        reasons.extend(launch.program_reasons(problem))
         if problem.keys is not None:
             reasons.append("KV caches are not supported yet; use backend='cpu'")
         if problem.num_splits not in (None, 1):
@@ -65,8 +62,7 @@ class HopperBackend:
             and not environment.device_reasons(q.device.index)
             and ((problem.v.shape[-1] <= MAX_HEAD_DIM_V and q.shape[-2] <= MAX_HEADS) or not problem.needs_grad)
             and problem.keys is None
-            and problem.mask_program is None
-            and problem.score_program is None
+            and ((problem.mask_program is None and problem.score_program is None) or not launch.program_reasons(problem))
             and problem.num_splits in (None, 1)
             and (problem.out_dtype is q.dtype or problem.fp8 is not None)
         )

@@ -19,7 +19,7 @@ import time
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 import torch
 
@@ -27,11 +27,10 @@ from attn3 import settings
 from attn3.backends.hopper import config, config_fp8, disk_cache, environment
 from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, TunedRow
 from attn3.backends.hopper.config_fp8 import Fp8Features, QuantizeFeatures
+from attn3.programs import Programs
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from attn3.programs import MaskProgram, ScoreProgram
 
 log = logging.getLogger("attn3")
 
@@ -49,15 +48,14 @@ _kernels: dict[AnyFeatures, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 
-class Programs(NamedTuple):
-    """The functions that a kernel traces. ``features`` hold their keys; tensors here only say of what kind captured ones are."""
-
-    mask: MaskProgram | None = None
-    scores: ScoreProgram | None = None
+NO_PROGRAMS = Programs(None, None)
 
 
-def kernel(features: AnyFeatures, programs: Programs = Programs()) -> Callable[..., None]:
-    """The compiled kernel of ``features``, from this process, the disk, or the compiler, in this order."""
+def kernel(features: AnyFeatures, programs: Programs = NO_PROGRAMS) -> Callable[..., None]:
+    """The compiled kernel of ``features``, from this process, the disk, or the compiler, in this order.
+
+    programs: what ``features`` hold the keys of. Their functions are traced; their tensors only say of what kind captured ones are.
+    """
     found = _kernels.get(features)
     if found is None:
         with _lock:
@@ -67,7 +65,7 @@ def kernel(features: AnyFeatures, programs: Programs = Programs()) -> Callable[.
     return found
 
 
-def _load_or_compile(features: AnyFeatures, programs: Programs) -> Callable[..., None]:
+def _load_or_compile(features: AnyFeatures, programs: Programs = NO_PROGRAMS) -> Callable[..., None]:
     disk = disk_cache.default()
     if disk is None or not _says_everything(features):
         return _compile_visibly(features, programs)
@@ -115,7 +113,8 @@ def _tile(features: AnyFeatures) -> Any:
 
 def _says_everything(features: AnyFeatures) -> bool:
     """Is the text of the programs' keys as good as the keys? (That of an object may be an address, which means nothing tomorrow.)"""
-    plain = lambda x: x is None or type(x) in (bool, int, float, str, bytes) or (type(x) is tuple and all(map(plain, x)))
+    kinds = (bool, int, float, str, bytes, torch.dtype)
+    plain = lambda x: x is None or type(x) in kinds or (type(x) is tuple and all(map(plain, x)))
     return plain(getattr(features, "mask", None)) and plain(getattr(features, "scores", None))
 
 
@@ -138,7 +137,7 @@ def _spinner(text: str) -> Iterator[None]:
         yield
 
 
-def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "", programs: Programs = Programs()) -> Any:
+def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "", programs: Programs = NO_PROGRAMS) -> Any:
     """Compile the kernel of some features; options are the DSL's (``--keep-cubin --dump-dir D``, ``remarks{ptx}`` …)."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
@@ -166,7 +165,8 @@ def _forward(features: Features, row: TunedRow, programs: Programs) -> tuple[Any
     batch, seqlen_q, seqlen_k, heads, kv_heads, offsets, sequences = (size() for _ in range(7))
     rows, vector = _describers(features, batch)
     sequences = sequences if features.packed else batch
-    visible, apply = (None if p is None else f(p) for p, f in zip(programs, (lambda p: p.visible, lambda p: p.apply), strict=True))
+    visible = None if programs.mask is None else programs.mask.visible
+    apply = None if programs.score is None else programs.score.apply
     return ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v, visible, apply), [
         rows(seqlen_q, heads, features.head_dim),
         rows(seqlen_k, kv_heads, features.head_dim),
@@ -238,14 +238,18 @@ def _describers(features: AnyFeatures, batch: Any) -> tuple[Callable[..., Any], 
 
 
 def _of_programs(programs: Programs, batch: Any, heads: Any) -> tuple[Any, tuple[Any, ...] | None, tuple[Any, ...] | None]:
-    """The block map, and what the programs have captured: any shape, neighbours in the last dimension."""
+    """The block map, and what the programs have captured: of any shape, neighbours in the last dimension.
+
+    A tensor without dimensions becomes one element; that its size is static tells it apart (see ``parts/program.py``).
+    """
     import cutlass.cute as cute
     from cutlass import Int32
     from cutlass.cute.runtime import make_fake_tensor
 
     def like(t: Tensor) -> Any:
-        strides = (*(cute.sym_int64() for _ in t.shape[1:]), 1)[: t.dim()]
-        return make_fake_tensor(_element(t.dtype), tuple(cute.sym_int() for _ in t.shape), strides, assumed_align=t.element_size())
+        strides = (*(cute.sym_int64() for _ in t.shape[1:]), 1)
+        shape = tuple(cute.sym_int() for _ in t.shape) or (1,)
+        return make_fake_tensor(_element(t.dtype), shape, strides, assumed_align=t.element_size())
 
     captured = (tuple(like(t) for t in p.tensors) or None if p is not None else None for p in programs)
     if programs.mask is None:

@@ -30,6 +30,7 @@ class Features:
     lse: bool = True
     mask: Hashable | None = None  # key of a mask program; what it hides is in a block map, left and right are False
     scores: Hashable | None = None  # key of a score program
+    cap: float | None = None  # of a softcap before a score program; alone it is a value at launch
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]

@@ -36,10 +36,6 @@ DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 LOG2_E = math.log2(math.e)
 
 
-def given(tensors):
-    return () if tensors is None else tensors
-
-
 class Place(NamedTuple):
     """Where this thread's part of a block of scores lies."""
 
@@ -363,7 +359,7 @@ class ForwardKernel:
                 r2s = cute.make_tiled_copy_C(sm90.get_smem_store_op(ROW, self.dtype, Float32), mma_pv)
                 out = Output(mO, tma_o, gO, sO, r2s, r2s.get_slice(ctid).partition_D(sO[None, None, w]))
             rings = Rings(pipe_k, pipe_v)
-            me = Consumer(w, rows, O, mma_pv, whole.rP, rV, rings, c, inner, *map(given, (captured, captured_by_scores)))
+            me = Consumer(w, rows, O, mma_pv, whole.rP, rV, rings, c, inner, captured, captured_by_scores)
             ks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_k)
             vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_v)
             exact, marked = Boolean(False), Int32(0)
@@ -823,9 +819,10 @@ class ForwardKernel:
 
     @cute.jit
     def scores(self, S_mn, at: Place, block, me: Consumer):
-        if const_expr(self.apply is not None):
-            score.apply_program(S_mn, at, block * self.bn, me.inner, self.apply, me.of_scores)
-        elif const_expr(self.features.softcap):
+        if const_expr(self.features.softcap):
             score.softcap(S_mn, me.inner)
+        if const_expr(self.apply is not None):
+            scale = me.inner if const_expr(self.features.cap is None) else self.features.cap
+            score.apply_program(S_mn, at, block * self.bn, scale, self.apply, me.of_scores)
         elif const_expr(self.features.negative_scale):
             score.negate(S_mn)

@@ -4,10 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32
 
+from attn3.backends.hopper.parts.program import ask
 from attn3.masks import visible_range
 
 NEG_INF = -float("inf")
-STEP = 8  # columns asked about at once: what each needs is in registers
 
 
 @cute.jit
@@ -34,16 +34,17 @@ def look(bits, columns: Constexpr, at, first_key, visible: Constexpr, tensors):
     last_row, last_key = at.query_length - 1, at.key_length - 1
     rows = [cutlass.min(at.row + 8 * r, last_row) for r in range(2)]
     bits.fill(0)
-    for step in cutlass.range(columns // STEP, unroll=1):
-        key = first_key + at.column + step * (4 * STEP)
+    at_once = columns // 4  # a whole number of 8-column groups, of which a thread has two
+    for step in cutlass.range(4, unroll=1):
+        key = first_key + at.column + step * (4 * at_once)
         some = [Int32(0), Int32(0)]
-        for j in cutlass.range_constexpr(STEP):
+        for j in cutlass.range_constexpr(at_once):
             k = key + (j // 2 * 8 + j % 2)
             for r in cutlass.range_constexpr(2):
-                seen = visible(at.batch, at.head, rows[r], cutlass.min(k, last_key), tensors)
+                seen = ask(visible, (at.batch, at.head, rows[r], cutlass.min(k, last_key)), tensors)
                 some[r] = some[r] | (Int32(1 << j) if (k <= last_key) & seen else Int32(0))
         for r in cutlass.range_constexpr(2):
-            bits[r] = bits[r] | some[r] << (step * STEP)
+            bits[r] = bits[r] | some[r] << (step * at_once)
 
 
 @cute.jit

@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32
 
+from attn3.backends.hopper.parts.program import ask
+
 LOG2_E = math.log2(math.e)
 
 
@@ -41,4 +43,4 @@ def apply_program(S_mn, at, first_key, scale, apply: Constexpr, tensors):
         k = cutlass.min(first_key + at.column + (j // 2 * 8 + j % 2), last_key)
         for r in cutlass.range_constexpr(2):
             q = cutlass.min(at.row + 8 * r, last_row)
-            S_mn[r, j] = Float32(apply(S_mn[r, j] * scale, at.batch, at.head, q, k, tensors))
+            S_mn[r, j] = Float32(ask(apply, (at.batch, at.head, q, k), tensors, S_mn[r, j] * scale))
