@@ -143,7 +143,7 @@ def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "", p
     from cutlass.cute.runtime import make_fake_stream
 
     if isinstance(features, BackwardFeatures):
-        kernel, arguments = _backward(features, row or config.choose_backward(features))
+        kernel, arguments = _backward(features, row or config.choose_backward(features), programs)
     elif isinstance(features, Features):
         kernel, arguments = _forward(features, row or config.choose(features), programs)
     else:
@@ -165,9 +165,7 @@ def _forward(features: Features, row: TunedRow, programs: Programs) -> tuple[Any
     batch, seqlen_q, seqlen_k, heads, kv_heads, offsets, sequences = (size() for _ in range(7))
     rows, vector = _describers(features, batch)
     sequences = sequences if features.packed else batch
-    visible = None if programs.mask is None else programs.mask.visible
-    apply = None if programs.score is None else programs.score.apply
-    return ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v, visible, apply), [
+    return ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v, programs), [
         rows(seqlen_q, heads, features.head_dim),
         rows(seqlen_k, kv_heads, features.head_dim),
         rows(seqlen_k, kv_heads, features.head_dim_v),
@@ -184,7 +182,7 @@ def _forward(features: Features, row: TunedRow, programs: Programs) -> tuple[Any
     ]  # fmt: skip
 
 
-def _backward(features: BackwardFeatures, row: BackwardRow) -> tuple[Any, list[Any]]:
+def _backward(features: BackwardFeatures, row: BackwardRow, programs: Programs) -> tuple[Any, list[Any]]:
     import cutlass.cute as cute
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_tensor
@@ -199,7 +197,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow) -> tuple[Any, list[A
     sequences = sequences if features.packed else batch
     per_tile, elements = 2 * row.tile.block_queries, row.tile.block_queries * row.head_dim
     any_stride = cute.sym_int64
-    return BackwardKernel(features, row.tile, row.head_dim, row.head_dim_v), [
+    return BackwardKernel(features, row.tile, row.head_dim, row.head_dim_v, programs), [
         rows(*q), rows(*k), rows(*v), rows(*out), rows(*out),
         _per_row(features, batch, heads, seqlen_q, any_stride()),
         _per_row(features, batch, heads, seqlen_q, any_stride()) if features.dlse else None,
@@ -212,6 +210,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow) -> tuple[Any, list[A
         vector(offsets, given=features.packed),
         vector(sequences, given=features.seqused_q),
         vector(sequences, given=features.seqused_k),
+        *_of_programs(programs, batch, heads),
         Float32(1.0), Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(132),
     ]  # fmt: skip
 

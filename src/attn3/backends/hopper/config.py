@@ -133,6 +133,9 @@ class BackwardFeatures:
     seqused_k: bool = False
     dlse: bool = False  # lse has a gradient, too
     deterministic: bool = False
+    mask: Hashable | None = None  # as in ``Features``
+    scores: Hashable | None = None
+    cap: float | None = None
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]
@@ -205,6 +208,6 @@ def choose_backward(features: BackwardFeatures) -> BackwardRow:
     """The narrowest row that holds both head dims."""
     fits = [row for row in tuned_backward() if row.head_dim >= features.head_dim and row.head_dim_v >= features.head_dim_v]
     row = min(fits, key=lambda row: 3 * row.head_dim + 2 * row.head_dim_v)
-    if features.softcap and row.head_dim == row.head_dim_v == 128:  # its arithmetic needs the registers
+    if (features.softcap or features.scores is not None) and row.head_dim == row.head_dim_v == 128:  # registers for their arithmetic
         row = replace(row, tile=replace(row.tile, shares="columns", stage_out=False))
     return row

@@ -10,7 +10,7 @@ launch. Tile sizes come from ``config``.
 """
 
 import math
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -27,6 +27,7 @@ from attn3.backends.hopper.parts.epilogue import store_rows
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
 from attn3.backends.hopper.parts.schedule import NO_TILE, TICKET, Sequences, Work
 from attn3.masks import visible_range, visit
+from attn3.programs import Programs
 
 WG = 128  # threads of a warpgroup
 ROWS = 64  # query rows of a consumer warpgroup
@@ -111,22 +112,20 @@ class Consumer(NamedTuple):
 
 
 class ForwardKernel:
-    def __init__(
-        self, features: Features, tile: Tile, tile_dim: int, tile_dim_v: int, visible: Callable | None = None,
-        apply: Callable | None = None,
-    ):  # fmt: skip
-        """visible, apply: the functions of the mask program and of the score program in ``features``, to be traced."""
+    def __init__(self, features: Features, tile: Tile, tile_dim: int, tile_dim_v: int, programs: Programs):
+        """programs: those whose keys are in ``features``, to be traced."""
         tile.check(tile_dim, tile_dim_v)
-        assert (visible is None, apply is None) == (features.mask is None, features.scores is None), features
+        assert [p is None for p in programs] == [features.mask is None, features.scores is None], features
         self.features, self.tile = features, tile
-        self.visible, self.apply = visible, apply
+        self.visible = None if programs.mask is None else programs.mask.visible
+        self.apply = None if programs.score is None else programs.score.apply
         self.dtype = DTYPES[features.dtype]
         self.d, self.dv = tile_dim, tile_dim_v  # padded: TMA fills with zeros, and clips stores
         self.head_dim_v = features.head_dim_v
         self.wgs, self.bn, self.bm = tile.warpgroups, tile.block_keys, ROWS * tile.warpgroups
         self.left, self.right = features.left, features.right
         self.packed = features.packed
-        self.listed, self.programs = visible is not None, visible is not None or apply is not None
+        self.listed, self.programs = self.visible is not None, self.visible is not None or self.apply is not None
         self.half = self.right and self.bn == 128  # a warpgroup's last block may be half as wide
         self.used = self.packed or features.seqused_q or features.seqused_k
         self.scrub = self.used or self.left  # V's rows outside what is visible may hold NaN: zero them
@@ -796,7 +795,10 @@ class ForwardKernel:
             return None
         bits = cute.make_rmem_tensor(2, Int32)
         if n < at.masked:
-            mask.look(bits, cute.size(S_mn, mode=[1]), at, block * self.bn, self.visible, me.of_mask)
+            here = mask.Rectangle(
+                at.batch, at.head, at.row, block * self.bn + at.column, at.query_length - 1, at.key_length - 1, False
+            )
+            mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, me.of_mask)
         return bits
 
     @cute.jit
