@@ -422,12 +422,10 @@ class BackwardKernel:
                     issue(mma_s, S, views.rK, views.rQ[None, None, None, qs.index * self.units], True)
                     warpgroup.wait_group(0)
                 for i in cutlass.range(total, unroll=1):
-                    head, here = None, None
-                    if const_expr(self.programs):  # which queries, of which head: the loader has written it beside them
-                        head = at.kv_head * group + steps[1, qs.index]
+                    now, masked, head = self.told(steps, qs.index, m, at, group)
+                    here = None
                     if const_expr(self.listed):
-                        m = steps[0, qs.index] >> 1
-                        here = work.iterator.toint() + Int64(head * tiles + span.first_tile + m) * tile_bytes + Int64(tid * 16)
+                        here = work.iterator.toint() + Int64(head * tiles + span.first_tile + now) * tile_bytes + Int64(tid * 16)
                     wraps = m + 1 == end
                     m_next = begin if wraps else m + 1
                     ahead = m
@@ -436,19 +434,18 @@ class BackwardKernel:
                         ahead = m_next
                     pipe_do.consumer_wait(dos)
                     self.clear_rows(sdO, dos.index, m, at, tid)
-                    masked = (m < at.full_begin) | (m >= at.full_end)
-                    if const_expr(self.listed):
-                        masked = steps[0, qs.index] & 1 != 0
+                    if const_expr(not self.listed):
+                        masked = (m < at.full_begin) | (m >= at.full_end)
                     if const_expr(not self.by_keys):
                         out, turn = self.advance(out, turn, step, tile_bytes, here)
                         self.unit_by_columns(
-                            views, S, masked, place, head, m * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at, tid,
+                            views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at, tid,
                             out, turn,
                         )  # fmt: skip
                     else:  # dQ is one tile behind
                         for u in cutlass.range_constexpr(self.units):
                             self.unit_by_keys(
-                                u, views, S, masked, place, head, m * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt,
+                                u, views, S, masked, place, head, now * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt,
                                 dos, ahead, at, tid, i, out, turn,
                             )  # fmt: skip
                         out, turn = self.advance(out, turn, step, tile_bytes, here)
@@ -512,6 +509,17 @@ class BackwardKernel:
         row = block_map[tile.span.batch, head, tile.n, None]
         blocks = walk.blocks_of(row)
         return row, blocks, walk.start(row, blocks.full_begin)
+
+    @cute.jit
+    def told(self, steps, stage, m, tile: Tile, group):
+        """(tile of queries, masked, query head) of a stage, from the loader's words beside it; without programs m alone"""
+        if const_expr(not self.programs):
+            return m, None, None
+        head = tile.kv_head * group + steps[1, stage]
+        if const_expr(not self.listed):
+            return m, None, head
+        word = steps[0, stage]
+        return word >> 1, word & 1 != 0, head
 
     @cute.jit
     def count_of(self, block_map, tile, group):
