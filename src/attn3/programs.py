@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Hashable, Iterator, NamedTuple, Protocol
 
 import torch
@@ -247,13 +247,13 @@ class MaskProgram:
             if len(self.maps) >= 8:
                 self.maps.pop(next(iter(self.maps)))
             with torch.no_grad():
-                found = self.maps[name] = versions, _build(self.mask, self, rows, keys, by_key)
+                found = self.maps[name] = versions, _build(self, rows, keys, by_key)
         return found[1]
 
 
 def _version(t: Tensor) -> tuple[int, int] | None:
     """None: changes in place cannot be noticed."""
-    return None if t.is_inference() else (id(t), t._version)
+    return None if t.is_inference() else (t.data_ptr(), t._version)
 
 
 def lower_mask(mask: Any, sizes: Sizes) -> MaskProgram:
@@ -267,7 +267,7 @@ def lower_mask(mask: Any, sizes: Sizes) -> MaskProgram:
     )  # fmt: skip
 
 
-def _build(mask: Lowered, program: MaskProgram, rows: int, keys: int, by_key: bool) -> BlockMap:
+def _build(program: MaskProgram, rows: int, keys: int, by_key: bool) -> BlockMap:
     sizes = program.sizes
     batch, heads = sizes.batch if program.per_batch else 1, sizes.heads if program.per_head else 1
     tiles, blocks = -(-sizes.query_length // rows), -(-sizes.key_length // keys)
@@ -276,7 +276,7 @@ def _build(mask: Lowered, program: MaskProgram, rows: int, keys: int, by_key: bo
     visit, partial = (torch.zeros(shape, dtype=torch.int32, device=sizes.device) for _ in range(2))
     if visit.numel() == 0:
         return BlockMap(visit, partial)
-    classify = mask.classifier(_relower(mask, program), rows, keys)
+    classify = _classifier(program, rows, keys)
     at_once = max(1, _ELEMENTS_AT_ONCE // max(1, batch * heads * inner))
     for begin in range(0, outer, at_once):
         some = range(begin, min(begin + at_once, outer))
@@ -292,10 +292,22 @@ def _build(mask: Lowered, program: MaskProgram, rows: int, keys: int, by_key: bo
     return BlockMap(visit, partial)
 
 
-def _relower(mask: Lowered, program: MaskProgram) -> Lowering:
+def _classifier(program: MaskProgram, rows: int, keys: int) -> Classifier:
     low = Lowering(program.sizes)
-    mask.lower(low)
-    return low
+    program.mask.lower(low)
+    return program.mask.classifier(low, rows, keys)
+
+
+def classes(program: MaskProgram, rows: int, keys: int) -> Classes:
+    """(visited, full) of all blocks as bool (batch | 1, heads | 1, tiles, blocks), for pictures: full up to the end of the keys."""
+    sizes = program.sizes
+    tiles, blocks = -(-sizes.query_length // rows), -(-sizes.key_length // keys)
+    shape = (sizes.batch if program.per_batch else 1, sizes.heads if program.per_head else 1, tiles, blocks)
+    if not tiles or not blocks:
+        return (torch.zeros(shape, dtype=torch.bool),) * 2
+    grid = Grid(sizes, rows, keys, range(tiles), range(blocks))
+    seen, full = _classifier(program, rows, keys)(grid)
+    return (seen & grid.inside).expand(shape), (full & grid.inside).expand(shape)
 
 
 def extremes(t: Tensor, size: int) -> Classes:
@@ -369,12 +381,17 @@ class ScoreProgram:
         return any(t.requires_grad for t in self.tensors)
 
 
-# ---- programs behind a number, for dispatcher ops
+def with_tensors(p: Problem, captured: list[Tensor]) -> tuple[MaskProgram | None, ScoreProgram | None]:
+    """The programs of a problem over other tensors in the same places: first those of the mask, then those of the score."""
+    mask, score = p.mask_program, p.score_program
+    count = 0 if mask is None else len(mask.tensors)
+    of_mask, of_score = tuple(captured[:count]), tuple(captured[count:])
+    if mask is not None and any(new is not old for new, old in zip(of_mask, mask.tensors, strict=True)):
+        mask = replace(mask, tensors=of_mask)
+    return mask, None if score is None else replace(score, tensors=of_score)
 
 
-class Programs(NamedTuple):
-    mask: MaskProgram | None
-    score: ScoreProgram | None
+# ---- what stands behind a number, for ops of the dispatcher
 
 
 class _Held:

@@ -51,11 +51,15 @@ class Score:
 
 
 class Step(NamedTuple):
-    """One change, lowered. ``bias``: the index of a tensor that is added as it is, which backends may do without indexing."""
+    """One change, lowered, of the tensors at ``indices``.
+
+    ``bias``: the index of a tensor that is added as it is, which backends may do without indexing.
+    """
 
     key: Hashable
     apply: Callable[..., Any]
     derivative: Callable[..., Any]
+    indices: tuple[int, ...]
     bias: int | None = None
 
 
@@ -108,7 +112,7 @@ class Bias(Score):
             value = t[index][tuple(at[lead:])]
             return score_math.where(value == -math.inf, value, s + value)  # a key that is gone may hold NaN
 
-        return Step(("bias", index, lead, tuple(wide)), apply, lambda s, b, h, q, k, t: 1.0, index)
+        return Step(("bias", index, lead, tuple(wide)), apply, lambda s, b, h, q, k, t: 1.0, (index,), index)
 
     def __repr__(self) -> str:
         return f"Bias({checks.shape(self.bias)})"
@@ -159,7 +163,7 @@ class Alibi(Score):
             slope = t[index][(b if many else 0, h)] if per_batch else t[index][h]
             return s - slope * score_math.abs(q + offset(b, t) - k)
 
-        return Step(("alibi", index, per_batch, many), apply, lambda s, b, h, q, k, t: 1.0)
+        return Step(("alibi", index, per_batch, many), apply, lambda s, b, h, q, k, t: 1.0, (index,))
 
     def __repr__(self) -> str:
         return f"Alibi({'' if self.slopes is None else checks.shape(self.slopes)})"
@@ -210,7 +214,7 @@ class ScoreFunction(Score):
             others = tuple(low.capture(t) for t in given.tensors)
             key = ("function", own.key, indices, given.key, others)
             derivative = lambda s, b, h, q, k, t: given.bind([t[i] for i in others])(s, b, h, q, k)
-        return Step(key, apply, derivative)
+        return Step(key, apply, derivative, indices)
 
     def __repr__(self) -> str:
         return f"ScoreFunction({getattr(self.function, '__qualname__', repr(self.function)).rpartition('.')[2]})"

@@ -36,7 +36,7 @@ class Documents(Mask):
         rows = [list(row) for row in lengths] if lengths and not isinstance(lengths[0], int) else [list(lengths)]
         totals = {sum(row) for row in rows}
         if len(totals) != 1 or any(length < 0 for row in rows for length in row):
-            raise AttentionError(f"lengths add up to {sorted(totals)}; every sequence of a dense batch needs the same total, each >= 0")
+            raise AttentionError(f"lengths add up to {sorted(totals)}; every sequence needs the same total, and lengths >= 0")
         ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row, dtype=torch.int64)) for row in rows]
         return Documents(torch.stack(ids).to(device or "cpu", torch.int32))
 

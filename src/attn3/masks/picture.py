@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn3.programs import MaskProgram, Sizes, lower_mask, unpack
+from attn3.programs import MaskProgram, Sizes, classes, lower_mask
 
 if TYPE_CHECKING:
     from attn3.masks.base import Mask
@@ -25,18 +25,10 @@ def text(mask: Mask, queries: int | None = None, keys: int | None = None, width:
     columns = max(1, -(-keys // width))
     rows = max(1, -(-queries // (width // 2)))  # letters are twice as high as they are wide
     program = lower_mask(mask, sizes)
-    seen, partial = cells(program, rows, columns)
-    drawn = ["".join((PARTIAL if p else FULL) if s else SKIPPED for s, p in zip(*row, strict=True))
-             for row in zip(seen[0, 0].tolist(), partial[0, 0].tolist(), strict=True)]  # fmt: skip
+    seen, full = classes(program, rows, columns)
+    drawn = ["".join((FULL if f else PARTIAL) if s else SKIPPED for s, f in zip(*row, strict=True))
+             for row in zip(seen[0, 0].tolist(), full[0, 0].tolist(), strict=True)]  # fmt: skip
     return "\n".join([*drawn, summary(program, rows, columns)])
-
-
-def cells(program: MaskProgram, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(visited, partial), bool (batch | 1, heads | 1, tiles, blocks). What the end of the keys cuts off is not partial for that."""
-    sizes = program.sizes
-    count = -(-sizes.key_length // columns)
-    seen, partial = (unpack(t, count) for t in program.block_map(None, rows, columns))
-    return seen, partial
 
 
 def summary(program: MaskProgram, rows: int, columns: int) -> str:
