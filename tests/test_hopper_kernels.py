@@ -11,12 +11,13 @@ import pytest
 import sass
 import torch
 
+from attn3 import score_math
 from attn3.backends.hopper import config, environment
-from attn3.backends.hopper.config import BackwardFeatures, Features
+from attn3.backends.hopper.config import BackwardFeatures, Features, Programs
 from attn3.backends.hopper.config_fp8 import Fp8Features, choose
 from attn3.masks import Causal, Columns, DenseMask, MaskFunction
-from attn3.programs import Programs, Sizes, lower_mask
-from attn3.scores import Alibi, lower_score
+from attn3.programs import Sizes, lower_mask
+from attn3.scores import Alibi, ScoreFunction, lower_score
 
 MASKS = {"dense": (False, False), "right": (False, True), "left": (True, True)}
 
@@ -67,7 +68,12 @@ def tuned_backward_features() -> list[BackwardFeatures]:
             {"packed": True, "seqused_q": True, "seqused_k": True, "deterministic": True, "left": True, "softcap": True},
         )
     ]
-    return [*rows, *more, BackwardFeatures("float16", 72, 40, packed=True)]
+    programs = [
+        BackwardFeatures("bfloat16", 64, 64, mask="dense", scores="alibi"),
+        BackwardFeatures("bfloat16", 128, 128, mask="documents"),
+        BackwardFeatures("bfloat16", 256, 256, right=True, scores="curve"),
+    ]
+    return [*rows, *more, *programs, BackwardFeatures("float16", 72, 40, packed=True)]
 
 
 def fp8_features() -> list[Fp8Features]:
@@ -104,7 +110,8 @@ def programs_of(features: Features | BackwardFeatures | Fp8Features) -> Programs
         "dense": lambda: DenseMask(torch.zeros(2, 1, 200, 333, dtype=torch.bool)) & Causal(),
     }
     mask, score = getattr(features, "mask", None), getattr(features, "scores", None)
-    return Programs(mask and lower_mask(masks[mask](), sizes), score and lower_score({"alibi": Alibi()}[score], sizes))
+    scores = {"alibi": Alibi(), "curve": ScoreFunction(lambda s, b, h, q, k: 3.0 * score_math.tanh(s * 0.4))}
+    return Programs(mask and lower_mask(masks[mask](), sizes), score and lower_score(scores[score], sizes))
 
 
 def compile_and_read(features: Features | Fp8Features) -> sass.Sass:

@@ -25,9 +25,8 @@ import torch
 
 from attn3 import settings
 from attn3.backends.hopper import config, config_fp8, disk_cache, environment
-from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, TunedRow
+from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs, TunedRow
 from attn3.backends.hopper.config_fp8 import Fp8Features, QuantizeFeatures
-from attn3.programs import Programs
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,10 +6,20 @@ import json
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Hashable
+from typing import TYPE_CHECKING, Hashable, NamedTuple
+
+if TYPE_CHECKING:
+    from attn3.programs import MaskProgram, ScoreProgram
 
 SMEM_BYTES = 232448  # dynamic shared memory a block may have on sm_90
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # consumer warpgroups -> registers of the producer, of a consumer
+
+
+class Programs(NamedTuple):
+    """What a kernel traces; features hold their keys."""
+
+    mask: MaskProgram | None
+    score: ScoreProgram | None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from attn3.backends.hopper import compile, config, environment, maps
-from attn3.backends.hopper.config import Features
+from attn3.backends.hopper.config import Features, Programs
 from attn3.masks import Full
-from attn3.programs import Programs
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -134,6 +133,8 @@ def program_reasons(p: Problem) -> list[str]:
         reasons.append(f"{name} over packed sequences is not supported on the GPU; pad them to a dense batch, or use backend='cpu'")
     if p.seqused_q is not None or p.seqused_k is not None:
         reasons.append(f"{name} with used lengths is not supported on the GPU; put them into the mask, or use backend='cpu'")
+    if p.mask_program is not None and p.needs_grad and (p.deterministic or torch.are_deterministic_algorithms_enabled()):
+        reasons.append(f"gradients that repeat bitwise are not supported under {p.mask!r} on the GPU; use backend='cpu'")
     if p.score_program is not None and torch.is_grad_enabled() and p.score_program.needs_grad:
         reasons.append(f"{p.score!r} needs gradients of its own tensors, which the GPU does not compute; use backend='cpu'")
     return reasons

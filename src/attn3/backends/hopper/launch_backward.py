@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attn3.backends.hopper import compile, config, environment, maps
-from attn3.backends.hopper.config import BackwardFeatures
+from attn3.backends.hopper.config import BackwardFeatures, Programs
 from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, captured, for_tma
-from attn3.programs import Programs
+from attn3.errors import Unsupported
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -24,6 +24,8 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
     if q.numel() == 0 or out.numel() == 0 or k.shape[-3] == 0:
         dsinks = None if p.sinks is None else _of_rows_without_keys(p, dlse)
         return torch.zeros_like(q, memory_format=torch.contiguous_format), *(t.new_zeros(t.shape) for t in (k, v)), dsinks
+    if deterministic and p.mask_program is not None:
+        raise Unsupported(f"gradients that repeat bitwise are not supported under {p.mask!r} on the GPU; pass deterministic=False")
     features = features_of(p, dlse is not None, deterministic)
     row = config.choose_backward(features)
     block_rows = row.tile.block_queries

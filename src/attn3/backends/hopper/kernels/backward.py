@@ -25,13 +25,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config import BackwardFeatures, BackwardTile
+from attn3.backends.hopper.config import BackwardFeatures, BackwardTile, Programs
 from attn3.backends.hopper.kernels import delta
 from attn3.backends.hopper.kernels.forward import DTYPES
 from attn3.backends.hopper.parts import mask, schedule, score, walk
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
 from attn3.masks import seeing_rows, visit_queries
-from attn3.programs import Programs
 
 WG = 128  # threads of a warpgroup
 UNIT = 64  # queries that are computed at once

@@ -21,13 +21,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config import REGISTERS, Features, Tile
+from attn3.backends.hopper.config import REGISTERS, Features, Programs, Tile
 from attn3.backends.hopper.parts import mask, schedule, score, softmax, walk
 from attn3.backends.hopper.parts.epilogue import store_rows
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
 from attn3.backends.hopper.parts.schedule import NO_TILE, TICKET, Sequences, Work
 from attn3.masks import visible_range, visit
-from attn3.programs import Programs
 
 WG = 128  # threads of a warpgroup
 ROWS = 64  # query rows of a consumer warpgroup
