@@ -1,4 +1,4 @@
-"""The rows that kernels walk, against the block maps they are made of. No GPU: ``maps.walk`` takes the kernels' steps on the CPU."""
+"""The rows that kernels walk, against the block maps they are made of; ``maps.walk`` takes the kernels' steps without a GPU."""
 
 from __future__ import annotations
 

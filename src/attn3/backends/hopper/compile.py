@@ -111,7 +111,7 @@ def _tile(features: AnyFeatures) -> Any:
 
 
 def _says_everything(features: AnyFeatures) -> bool:
-    """Is the text of the programs' keys as good as the keys? (That of an object may be an address, which means nothing tomorrow.)"""
+    """Is the text of the programs' keys as good as the keys? (An object's may be its address, which means nothing tomorrow.)"""
     kinds = (bool, int, float, str, bytes, torch.dtype)
     plain = lambda x: x is None or type(x) in kinds or (type(x) is tuple and all(map(plain, x)))
     return plain(getattr(features, "mask", None)) and plain(getattr(features, "scores", None))

@@ -120,7 +120,7 @@ def choose(features: Features) -> TunedRow:
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
-    if features.softcap or features.scores is not None:  # their arithmetic needs the registers: half the block, and Q in shared memory
+    if features.softcap or features.scores is not None:  # registers for their arithmetic: half the block, and Q in shared memory
         narrow = replace(row.tile, block_keys=min(64, row.tile.block_keys), q_in_registers=False)
         row = replace(row, tile=narrow)
     elif program:  # likewise
@@ -218,6 +218,7 @@ def choose_backward(features: BackwardFeatures) -> BackwardRow:
     """The narrowest row that holds both head dims."""
     fits = [row for row in tuned_backward() if row.head_dim >= features.head_dim and row.head_dim_v >= features.head_dim_v]
     row = min(fits, key=lambda row: 3 * row.head_dim + 2 * row.head_dim_v)
-    if (features.softcap or features.scores is not None) and row.head_dim == row.head_dim_v == 128:  # registers for their arithmetic
+    changes = features.softcap or features.scores is not None
+    if changes and row.head_dim == row.head_dim_v == 128:  # its arithmetic needs the registers
         row = replace(row, tile=replace(row.tile, shares="columns", stage_out=False))
     return row

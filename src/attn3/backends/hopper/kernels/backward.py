@@ -216,8 +216,8 @@ class BackwardKernel:
         tma_v, gV = tma(gV, layouts["v"], self.dv)
         self.main(
             tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
-            captured, captured_by_scores, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, section, key_tiles, slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads,
-            heads // kv_heads, tiles,
+            captured, captured_by_scores, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, section, key_tiles, slots,
+            cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
@@ -438,8 +438,8 @@ class BackwardKernel:
                     if const_expr(not self.by_keys):
                         out, turn = self.advance(out, turn, step, tile_bytes, here)
                         self.unit_by_columns(
-                            views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at, tid,
-                            out, turn,
+                            views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at,
+                            tid, out, turn,
                         )  # fmt: skip
                     else:  # dQ is one tile behind
                         for u in cutlass.range_constexpr(self.units):
@@ -602,8 +602,8 @@ class BackwardKernel:
     # ------------------------------------------------------------------------------------------------------ one unit of 64
     @cute.jit
     def unit_by_keys(
-        self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt,
-        dos, m_next, tile: Tile, tid, i, out, turn,
+        self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs,
+        nxt, dos, m_next, tile: Tile, tid, i, out, turn,
     ):  # fmt: skip
         """64 queries: their S' is in registers on entry, that of the next 64 on exit. dQ is one tile behind, so that nobody waits
         for the other warpgroup's dS.
@@ -734,9 +734,7 @@ class BackwardKernel:
             return None
         bits = cute.make_rmem_tensor(2, Int32)
         if masked:
-            here = mask.Rectangle(
-                at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True
-            )
+            here = mask.Rectangle(at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True)
             mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, at.captured)
         return bits
 

@@ -454,7 +454,7 @@ class ForwardKernel:
                 vs.advance()
                 for r in cutlass.range_constexpr(2):
                     O_mn[r, None].store(O_mn[r, None].load() * rows.scale[r])
-                    if const_expr(self.used or self.programs):  # O of a dead row may be NaN (its Q may be anything), and 0 * NaN is NaN
+                    if const_expr(self.used or self.programs):  # O of a dead row may be NaN (Q may be anything), and 0 * NaN is NaN
                         if rows.scale[r] == 0.0:
                             O_mn[r, None].fill(0.0)
                 rO = cute.make_rmem_tensor_like(O, self.dtype)
@@ -771,7 +771,9 @@ class ForwardKernel:
 
     @cute.jit
     def products(self, n, block, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
-        """S = QK of the n-th block, which is number ``block``. PV of block n - 1, whose P is in registers, was issued behind it and still runs on return."""
+        """S = QK of the n-th block, which is number ``block``. PV of the one before, whose P is in registers, was issued behind it and
+        still runs on return.
+        """
         me.rings.k.consumer_wait(ks)
         issue(ops.mma_qk, S, self.q_of(ops, me.w, n), ops.rK[None, None, None, ks.index], True)
         me.rings.v.consumer_wait(vs)

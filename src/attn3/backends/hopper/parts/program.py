@@ -41,7 +41,7 @@ class Whole:
         return absolute(self)
 
     def __bool__(self) -> bool:
-        raise TypeError("a position has no value yet while a function is traced; use & | ~ and comparisons instead of and, or, not, if")
+        raise TypeError("a position has no value while a function is traced; use & | ~ and comparisons in the place of and, or, if")
 
 
 def _operator(op: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
