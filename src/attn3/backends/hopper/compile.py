@@ -27,6 +27,7 @@ from attn3 import settings
 from attn3.backends.hopper import config, config_fp8, disk_cache, environment
 from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs, TunedRow
 from attn3.backends.hopper.config_fp8 import Fp8Features, QuantizeFeatures
+from attn3.errors import Unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +121,15 @@ def _says_everything(features: AnyFeatures) -> bool:
 def _compile_visibly(features: AnyFeatures, programs: Programs) -> Any:
     start = time.perf_counter()
     with _spinner(f"compiling {features} (first use on this machine)"):
-        compiled = build(features, programs=programs)
+        try:
+            compiled = build(features, programs=programs)
+        except Exception as error:
+            if programs == NO_PROGRAMS:
+                raise
+            raise Unsupported(
+                f"a mask or score function could not be compiled for the GPU: {error}; it works element by element, with arithmetic,"
+                " comparisons, & | ~, indexing and the functions of attn3.score_math; rewrite it, or use backend='cpu'"
+            ) from error
     log.info("compiled %s in %.1f s", features, time.perf_counter() - start)
     return compiled
 

@@ -49,10 +49,28 @@ def rows_of(blocks: BlockMap, batch: int, heads: int, *, never_empty: bool) -> T
     never_empty: give a tile without a block the first one, masked. Kept beside the map.
     """
     kept = _rows.setdefault(blocks.visit, {})
-    rows = kept.get(never_empty)
-    if rows is None:
-        rows = kept[never_empty] = _rows_of(blocks, never_empty)
-    return rows.expand(batch, heads, -1, -1)
+    found = kept.get(never_empty)
+    if found is None:
+        found = kept[never_empty] = _Made(_rows_of(blocks, never_empty))
+    return found.rows_for_this_stream().expand(batch, heads, -1, -1)
+
+
+class _Made:
+    """Rows, and the stream that makes them: another one has to wait for it."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.event, self.stream = rows, None, None
+        if rows.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.stream = torch.cuda.current_stream(rows.device)
+            self.event = self.stream.record_event()
+
+    def rows_for_this_stream(self) -> Tensor:
+        if self.event is not None:
+            now = torch.cuda.current_stream(self.rows.device)
+            # a graph that is captured cannot wait for what lies outside; it is replayed later anyway
+            if now != self.stream and not torch.cuda.is_current_stream_capturing():
+                now.wait_event(self.event)
+        return self.rows
 
 
 def _rows_of(blocks: BlockMap, never_empty: bool) -> Tensor:

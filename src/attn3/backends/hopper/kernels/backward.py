@@ -602,8 +602,8 @@ class BackwardKernel:
     # ------------------------------------------------------------------------------------------------------ one unit of 64
     @cute.jit
     def unit_by_keys(
-        self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs,
-        nxt, dos, m_next, tile: Tile, tid, i, out, turn,
+        self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes,
+        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn,
     ):  # fmt: skip
         """64 queries: their S' is in registers on entry, that of the next 64 on exit. dQ is one tile behind, so that nobody waits
         for the other warpgroup's dS.

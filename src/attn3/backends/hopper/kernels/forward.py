@@ -771,8 +771,8 @@ class ForwardKernel:
 
     @cute.jit
     def products(self, n, block, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
-        """S = QK of the n-th block, which is number ``block``. PV of the one before, whose P is in registers, was issued behind it and
-        still runs on return.
+        """S = QK of the n-th block, which is number ``block``. PV of the one before, whose P is in registers, was issued behind it
+        and still runs on return.
         """
         me.rings.k.consumer_wait(ks)
         issue(ops.mma_qk, S, self.q_of(ops, me.w, n), ops.rK[None, None, None, ks.index], True)
