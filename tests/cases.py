@@ -44,7 +44,8 @@ class Case:
 
     ``values`` names a recipe of ``_fill``; ``layout_q/k/v`` one of ``_relayout``. ``poison`` fills what no result may depend on.
     ``pattern`` and ``score`` name recipes of ``pattern_of`` and ``score_of``, for masks and scores that hold tensors; the mask is
-    what ``mask`` and the pattern both leave. ``spot`` lists the sequences to compare where the whole is too big. ``may_refuse``: a backend may decline the layout.
+    what ``mask`` and the pattern both leave. ``spot`` lists the sequences to compare where the whole is too big. ``may_refuse``: a
+    backend may decline the layout.
     ``fp8``: the inputs are quantised, and the result is compared with attention over what they then stand for.
     """
 

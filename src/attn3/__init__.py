@@ -3,6 +3,7 @@
 from attn3.api import attention, decode, quantize, varlen_attention
 from attn3.cache import ContiguousKVCache, KVCache, PagedKVCache
 from attn3.errors import AttentionError, CacheFull, Unsupported
+from attn3.flashmask_interface import flashmask_attention
 from attn3.fp8 import FP8, Quantized, QuantizedTensor
 from attn3.keys import CacheView, Keys
 from attn3.masks import (
@@ -28,5 +29,5 @@ __all__ = [
     "Alibi", "AttentionError", "Bias", "BlockMask", "CacheFull", "CacheView", "Causal", "Chunked", "Columns", "ContiguousKVCache",
     "DenseMask", "Dilated", "Documents", "FP8", "Full", "KVCache", "Keys", "Mask", "MaskFunction", "PagedKVCache", "PrefixLM",
     "Quantized", "QuantizedTensor", "Score", "ScoreFunction", "Softcap", "Unsupported", "Window", "__version__", "attention",
-    "decode", "merge_states", "quantize", "varlen_attention",
+    "decode", "flashmask_attention", "merge_states", "quantize", "varlen_attention",
 ]  # fmt: skip

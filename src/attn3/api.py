@@ -221,7 +221,7 @@ def _run(q: Any, k: Any, v: Any, precision: FP8 | None, backend: str | None, **o
 
 
 _run_outside = torch.compiler.disable(
-    _run, reason="a mask that is no window, or a score that is no softcap, runs outside of compiled graphs: leave fullgraph=True out"
+    _run, reason="masks other than windows, and scores other than a softcap, run outside of compiled graphs: pass no fullgraph=True"
 )
 
 

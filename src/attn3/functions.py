@@ -18,6 +18,7 @@ from typing import Any, Callable, Hashable, Iterable
 import torch
 from torch import Tensor
 
+_LOOKED_INTO = (tuple, list, dict, functools.partial, types.FunctionType)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -29,6 +30,8 @@ class UserFunction:
         self.tensors: tuple[Tensor, ...] = ()
         self._indices: dict[int, int] = {}
         self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []  # addresses are told apart below: none may be given away meanwhile
+        self._objects: dict[int, tuple[int, set[str]]] = {}  # number, attributes that have been looked at
         self.key: Hashable = self._key(function, ())
 
     def bind(self, tensors: Iterable[Any]) -> Callable[..., Any]:
@@ -61,7 +64,13 @@ class UserFunction:
             return "module", value.__name__
         if _opaque(value):
             return "opaque", _Same(value)
-        if id(value) in self._seen:  # functions that call each other, objects that hold each other
+        self._alive.append(value)
+        if isinstance(value, types.MethodType):
+            names = _names(value.__func__.__code__)[1] if isinstance(value.__func__, types.FunctionType) else ()
+            return "method", self._key(value.__func__, ()), self._key(value.__self__, names)
+        if not isinstance(value, _LOOKED_INTO):
+            return self._key_of_object(value, attributes)
+        if id(value) in self._seen:  # functions that call each other
             return "seen", self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)
         if isinstance(value, (tuple, list)):
@@ -70,12 +79,7 @@ class UserFunction:
             return "dict", *((self._key(k, ()), self._key(v, attributes)) for k, v in value.items())
         if isinstance(value, functools.partial):
             return "partial", self._key(value.func, ()), self._key(value.args, ()), self._key(value.keywords, ())
-        if isinstance(value, types.MethodType):
-            names = _names(value.__func__.__code__)[1] if isinstance(value.__func__, types.FunctionType) else ()
-            return "method", self._key(value.__func__, ()), self._key(value.__self__, names)
-        if isinstance(value, types.FunctionType):
-            return self._key_of_function(value)
-        return self._key_of_object(value, attributes)
+        return self._key_of_function(value)
 
     def _key_of_function(self, function: types.FunctionType) -> Hashable:
         code = function.__code__
@@ -88,15 +92,20 @@ class UserFunction:
         )  # fmt: skip
 
     def _key_of_object(self, value: Any, attributes: tuple[str, ...]) -> Hashable:
+        number, known = self._objects.setdefault(id(value), (len(self._objects), set()))
+        found = []
         call = _call_of(value)
         if isinstance(call, types.FunctionType):
             attributes = (*attributes, *_names(call.__code__)[1])
-            found = [("__call__", self._key(call, ()))]
-        else:
-            found = []
-        found += [(name, self._key(item, attributes)) for name, item in _attributes(value, attributes)]
+            if "__call__" not in known:
+                known.add("__call__")
+                found.append(("__call__", self._key(call, ())))
+        for name, item in _attributes(value, attributes):
+            if name not in known:
+                known.add(name)
+                found.append((name, self._key(item, attributes)))
         # without attributes that the code names nothing tells two objects apart but what they are
-        return "object", type(value).__qualname__ if found else _Same(value), *found
+        return "object", number, type(value).__qualname__ if known else _Same(value), *found
 
 
 class _Rebinding:
@@ -104,12 +113,19 @@ class _Rebinding:
 
     def __init__(self, indices: dict[int, int], tensors: tuple[Any, ...]) -> None:
         self.indices, self.tensors, self.made = indices, tensors, {}
+        self.alive: list[Any] = []
 
     def of(self, value: Any, attributes: tuple[str, ...]) -> Any:
         if isinstance(value, Tensor):
             return self.tensors[self.indices[id(value)]] if id(value) in self.indices else value
         if isinstance(value, (*_NUMBERS, types.ModuleType)) or _opaque(value):
             return value
+        self.alive.append(value)
+        if isinstance(value, types.MethodType):
+            names = _names(value.__func__.__code__)[1] if isinstance(value.__func__, types.FunctionType) else ()
+            return types.MethodType(self.of(value.__func__, ()), self.of(value.__self__, names))
+        if not isinstance(value, _LOOKED_INTO):
+            return self._object(value, attributes)
         if id(value) in self.made:
             return self.made[id(value)]
         if isinstance(value, (tuple, list)):
@@ -119,12 +135,7 @@ class _Rebinding:
             return {k: self.of(v, attributes) for k, v in value.items()}
         if isinstance(value, functools.partial):
             return functools.partial(self.of(value.func, ()), *self.of(value.args, ()), **self.of(value.keywords, ()))
-        if isinstance(value, types.MethodType):
-            names = _names(value.__func__.__code__)[1] if isinstance(value.__func__, types.FunctionType) else ()
-            return types.MethodType(self.of(value.__func__, ()), self.of(value.__self__, names))
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        return self._object(value, attributes)
+        return self._function(value)
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         loaded, attributes, _ = _names(function.__code__)
@@ -150,12 +161,17 @@ class _Rebinding:
             attributes = (*attributes, *_names(call.__code__)[1])
             own = call
         found = dict(_attributes(value, attributes))
-        if not found and own is None:
-            return value
-        self.made[id(value)] = stand_in = _StandIn(value)
+        stand_in = self.made.get(id(value))
+        if stand_in is None:
+            if not found and own is None:
+                return value
+            self.made[id(value)] = stand_in = _StandIn(value)
         for name, item in found.items():
-            stand_in.__dict__[name] = self.of(item, attributes)
-        if own is not None:
+            if name not in stand_in.__dict__:
+                stand_in.__dict__[name] = item  # until it is known, for what refers to it
+                stand_in.__dict__[name] = self.of(item, attributes)
+        if own is not None and "_call" not in stand_in.__dict__:
+            stand_in.__dict__["_call"] = own
             stand_in.__dict__["_call"] = types.MethodType(self.of(own, ()), stand_in)
         return stand_in
 

@@ -52,8 +52,8 @@ _LIBRARY.define(
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
-    f"backward_program(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_PROGRAM}, int[] wanted, *,"
-    f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    f"backward_program(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_PROGRAM}, int[] wanted,"
+    f" *, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 

@@ -202,10 +202,13 @@ def pack(bits: Tensor) -> Tensor:
     """bool (…, n) -> int32 (…, ceil(n / 32)), bit j of word i from element ``32 * i + j``."""
     count = bits.shape[-1]
     words = -(-count // _WORD)
-    bits = torch.nn.functional.pad(bits, (0, words * _WORD - count)).unflatten(-1, (words, _WORD))
-    weights = 2 ** torch.arange(_WORD, device=bits.device, dtype=torch.int64)
-    total = (bits * weights).sum(-1)
-    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+    found = torch.zeros(*bits.shape[:-1], words * _WORD, dtype=torch.uint8, device=bits.device)
+    found[..., :count] = bits
+    each = found.unflatten(-1, (-1, 8)).unbind(-1)
+    packed = each[0].clone()
+    for j in range(1, 8):
+        packed |= each[j] << j
+    return packed.view(torch.int32)  # bytes from the lowest on, as every machine that torch runs on has them
 
 
 def unpack(words: Tensor, count: int) -> Tensor:

@@ -88,7 +88,8 @@ def changed(score: Score | None, s: Tensor, b: int, first_row: int, query_length
         return s
     heads, rows, keys = s.shape[-3:]
     h = torch.arange(heads, device=s.device)[:, None, None]
-    q, k = torch.arange(first_row, first_row + rows, device=s.device)[None, :, None], torch.arange(keys, device=s.device)[None, None, :]
+    q = torch.arange(first_row, first_row + rows, device=s.device)[None, :, None]
+    k = torch.arange(keys, device=s.device)[None, None, :]
     if isinstance(score, Scores):
         for part in score.parts:
             s = changed(part, s, b, first_row, query_length)

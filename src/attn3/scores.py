@@ -49,6 +49,18 @@ class Score:
     def lower(self, low: Lowering) -> Step:
         raise AttentionError(f"score is {self!r}; pass attn3.Softcap(cap), or another score")
 
+    def picture(self, queries: int | None = None, keys: int | None = None, *, width: int = 32) -> str:
+        """What becomes of a score of 0, for the first sequence and head: the darker the higher, ``·`` where the key is removed."""
+        from attn3.masks import picture
+
+        return picture.of_score(self, queries, keys, width)
+
+    def __str__(self) -> str:
+        try:
+            return f"{self!r}\n{self.picture()}"
+        except Exception:  # a function that was written for other lengths than the ones drawn
+            return repr(self)
+
 
 class Step(NamedTuple):
     """One change, lowered, of the tensors at ``indices``.

@@ -28,7 +28,7 @@ from attn3.programs import as_bool
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
-    from attn3.programs import MaskProgram, ScoreProgram
+    from attn3.programs import MaskProgram
 
 # Tiles of 512 rows (query rows times the heads of a group) by 512 keys. Half as many rows are 4% faster on a quiet machine, but
 # every torch op is a barrier of all threads, and on a busy one each barrier waits for a thread that is not running.

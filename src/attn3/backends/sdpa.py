@@ -57,7 +57,7 @@ class SdpaBackend:
         if p.mask_program is not None:
             if type(p.mask) is not DenseMask:
                 reasons.append(f"{p.mask!r} is not supported; only Full(), Causal() and DenseMask(tensor) are")
-            if p.score_program is not None:
+            elif p.score_program is not None:
                 reasons.append("a dense mask and a bias together are not supported; put -inf into the bias")
             return reasons
         window = window_of(p.mask)

@@ -88,7 +88,6 @@ class Full(Mask):
         return _classify_window(self)
 
 
-
 @dataclass(frozen=True)
 class Causal(Mask):
     """Query i sees keys up to its own position, ``j <= i + key_length - query_length``."""

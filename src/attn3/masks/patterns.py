@@ -117,9 +117,7 @@ class PrefixLM(Mask):
     def lower(self, low: Lowering) -> tuple[Hashable, Callable[..., Any]]:
         index = low.capture(self.length) if isinstance(self.length, Tensor) else low.number(min(self.length, 2**31 - 1))
         offset, many = low.offset(), self._many()
-        return ("prefix", index, many), (
-            lambda b, h, q, k, t: (k < t[index][b if many else 0]) | (k <= q + offset(b, t))
-        )
+        return ("prefix", index, many), (lambda b, h, q, k, t: (k < t[index][b if many else 0]) | (k <= q + offset(b, t)))
 
     def classifier(self, low: Lowering, rows: int, keys: int) -> Classifier:
         length = self.length.view(-1, 1, 1, 1) if isinstance(self.length, Tensor) else self.length
