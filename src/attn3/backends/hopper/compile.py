@@ -127,8 +127,8 @@ def _compile_visibly(features: AnyFeatures, programs: Programs) -> Any:
             if programs == NO_PROGRAMS:
                 raise
             raise Unsupported(
-                f"a mask or score function could not be compiled for the GPU: {error}; it works element by element, with arithmetic,"
-                " comparisons, & | ~, indexing and the functions of attn3.score_math; rewrite it, or use backend='cpu'"
+                f"a mask or score function could not be compiled for the GPU: {error}; it must work element by element, with"
+                " arithmetic, comparisons, & | ~, indexing and the functions of attn3.score_math; rewrite it, or use backend='cpu'"
             ) from error
     log.info("compiled %s in %.1f s", features, time.perf_counter() - start)
     return compiled

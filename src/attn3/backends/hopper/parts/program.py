@@ -153,7 +153,9 @@ def sqrt(x: Any) -> Any:
     return wrap(cute.math.sqrt(Float32(bare(x)), fastmath=True))
 
 
-_MATH = {"exp": exp, "tanh": tanh, "log": log, "sqrt": sqrt, "abs": absolute, "minimum": minimum, "maximum": maximum, "where": where}
+_MATH = {
+    "exp": exp, "tanh": tanh, "log": log, "sqrt": sqrt, "abs": absolute, "minimum": minimum, "maximum": maximum, "where": where,
+}  # fmt: skip
 _TORCH = {
     **_MATH, "absolute": absolute, "logical_and": operator.and_, "logical_or": operator.or_, "logical_not": operator.invert,
     "logical_xor": operator.xor, "remainder": operator.mod, "floor_divide": operator.floordiv,
