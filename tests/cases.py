@@ -16,10 +16,24 @@ from torch import Tensor
 
 from attn3.fp8 import FP8
 from attn3.keys import Keys
-from attn3.masks import Causal, Full, Mask, Window, window_of
+from attn3.masks import (
+    BlockMask,
+    Causal,
+    Chunked,
+    Columns,
+    DenseMask,
+    Dilated,
+    Documents,
+    Full,
+    Mask,
+    MaskFunction,
+    PrefixLM,
+    Window,
+)
 from attn3.ops import quantize as quantized_problem
 from attn3.problem import Problem
-from attn3.scores import Softcap
+from attn3.reference_masks import visible
+from attn3.scores import Alibi, Bias, Score, ScoreFunction, Softcap
 
 Lengths = int | tuple[int, ...]
 
@@ -29,7 +43,9 @@ class Case:
     """Dense when ``q`` and ``k`` are lengths, packed when they are tuples of lengths.
 
     ``values`` names a recipe of ``_fill``; ``layout_q/k/v`` one of ``_relayout``. ``poison`` fills what no result may depend on.
-    ``spot`` lists the sequences to compare where the whole is too big. ``may_refuse``: a backend may decline the layout.
+    ``pattern`` and ``score`` name recipes of ``pattern_of`` and ``score_of``, for masks and scores that hold tensors; the mask is
+    what ``mask`` and the pattern both leave. ``spot`` lists the sequences to compare where the whole is too big. ``may_refuse``: a
+    backend may decline the layout.
     ``fp8``: the inputs are quantised, and the result is compared with attention over what they then stand for.
     """
 
@@ -43,7 +59,9 @@ class Case:
     head_dim_v: int | None = None
     dtype: str = "bfloat16"
     mask: Mask = Full()
+    pattern: str | None = None
     softcap: float | None = None
+    score: str | None = None
     scale: float | None = None
     sinks: str | None = None
     sinks_dtype: str = "float32"
@@ -88,8 +106,15 @@ def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Prob
     q, k, v = normal(*rows_q, c.heads, c.head_dim), normal(*rows_k, c.kv_heads, c.head_dim), normal(*rows_k, c.kv_heads, dim_v)
     scale = c.head_dim**-0.5 if c.scale is None else c.scale
     _fill(c.values, q, k, v, scale)
+    longest = max(c.q, default=0) if c.packed else c.q, max(c.k, default=0) if c.packed else c.k
+    sizes = (len(c.q) if c.packed else c.batch, c.heads, c.kv_heads, *longest)
+    mask = c.mask if c.pattern is None else c.mask & pattern_of(c.pattern, sizes, generator, device)
+    score = None if c.softcap is None else Softcap(c.softcap)
+    if c.score is not None:
+        other = score_of(c.score, sizes, generator, device)
+        score = other if score is None else score & other
     if c.poison is not None:
-        _poison(c, q, k, v)
+        _poison(c, mask, q, k, v)
     dtype = getattr(torch, c.dtype)
     q, k, v = (
         _relayout(t.to(dtype).to(device), kind) for t, kind in ((q, c.layout_q), (k, c.layout_k), (v, c.layout_v))
@@ -103,8 +128,7 @@ def build(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Prob
         lengths |= {"cu_seqlens_q": _offsets(c.q, device), "cu_seqlens_k": _offsets(c.k, device)}
         if c.max_lengths:
             lengths |= {"max_seqlen_q": max(c.q, default=0), "max_seqlen_k": max(c.k, default=0)}
-    score = None if c.softcap is None else Softcap(c.softcap)
-    problem = Problem.of(q, k, v, mask=c.mask, score=score, scale=c.scale, sinks=sinks, **lengths)
+    problem = Problem.of(q, k, v, mask=mask, score=score, scale=c.scale, sinks=sinks, **lengths)
     if c.fp8 is None:
         return problem
     problem.return_lse = c.fp8.mode == "exact"
@@ -189,7 +213,86 @@ def _fill(recipe: str, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         raise KeyError(recipe)
 
 
-def _poison(c: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
+def pattern_of(recipe: str, sizes: tuple[int, int, int, int, int], generator: torch.Generator, device: torch.device | str) -> Mask:
+    """A mask that holds tensors, of (batch, heads, KV heads, longest queries, longest keys)."""
+    batch, heads, kv_heads, rows, keys = sizes
+    name, *options = recipe.split(":")
+    random = lambda low, high, *shape: torch.randint(low, max(high, low + 1), shape, generator=generator)
+    if name == "columns":  # columns:one|kv|q:1|2|4[:causal]
+        of = {"one": 1, "kv": kv_heads, "q": heads}[options[0]]
+        number, causal = int(options[1]), "causal" in options
+        a, width = random(0, rows + 1, batch, of, keys), random(0, rows // 2 + 1, batch, of, keys)
+        if number == 1:
+            c = torch.maximum(a, torch.arange(keys))[..., None]
+        elif number == 2:
+            c = torch.stack([a, (a + width).clamp(max=rows)] if causal else [(a + width).clamp(max=rows), a // 2], -1)
+        else:
+            c = torch.stack([a, (a + width).clamp(max=rows), a // 3, a // 2], -1)
+        return Columns(c.to(device, torch.int32), causal=causal)
+    if name == "column_documents":  # causal documents of 37, 27, 36, … keys
+        ends = torch.tensor([e for e in (37, 64, 100, 128, 300, 700) if e < keys] + [keys])
+        c = ends[torch.searchsorted(ends, torch.arange(keys), right=True)]
+        return Columns(c.view(1, 1, keys, 1).to(device, torch.int32), causal=True)
+    if name == "documents":
+        ids = random(0, 4, batch, max(rows, keys)).sort(-1)[0].to(device, torch.int32)
+        return Documents(ids[:, :rows], ids[:, :keys])
+    if name == "shuffled_documents":
+        return Documents(random(0, 3, 1, rows).to(device, torch.int32), random(0, 3, 1, keys).to(device, torch.int32))
+    if name == "prefix":
+        return PrefixLM(random(0, keys, batch).to(device, torch.int32)) if options else PrefixLM(keys // 3)
+    if name == "dense":  # dense:batch:heads[:density in percent]
+        shape = batch if options[0] == "batch" else 1, heads if options[1] == "heads" else 1, rows, keys
+        share = float(options[2]) / 100 if len(options) > 2 else 0.5
+        found = torch.rand(shape, generator=generator) < share
+        found[:, :, min(3, rows) : min(9, rows)] = False
+        found[..., min(5, keys) : min(6, keys)] = False
+        return DenseMask(found.to(device))
+    if name == "blocks":  # blocks:size
+        size = int(options[0])
+        found = random(0, 2, 1, heads, -(-rows // size), -(-keys // size)).bool()
+        return BlockMask(found.to(device), size, queries=rows, keys=keys)
+    if name == "blocks_within":
+        found = random(0, 3, batch, 1, -(-rows // 24), -(-keys // 40)).to(device)
+        return BlockMask(found > 0, (24, 40), queries=rows, keys=keys, mask=Dilated(3) | Causal(), partial=found == 1)
+    if name == "function":
+        return MaskFunction(lambda b, h, q, k: (q // 70 == k // 70) & (q >= k))
+    if name == "function_of_all":
+        table = random(0, 5, batch, heads, keys).to(device)
+        return MaskFunction(lambda b, h, q, k: ((table[b, h, k] + q) % 3 != 0) | (k == q))
+    if name == "two_sides":
+        return (Chunked(100) & Causal()) | (Dilated(16) & Window(None, 0)) | Window(3, 1)
+    raise KeyError(recipe)
+
+
+def score_of(recipe: str, sizes: tuple[int, int, int, int, int], generator: torch.Generator, device: torch.device | str) -> Score:
+    """A score, of (batch, heads, KV heads, longest queries, longest keys)."""
+    batch, heads, _, rows, keys = sizes
+    normal = lambda *shape: torch.randn(shape, generator=generator).to(device)
+    name, *options = recipe.split(":")
+    if name == "bias":  # bias:bhqk, a letter for each dimension that is not broadcast
+        shape = [size if letter in options[0] else 1 for letter, size in zip("bhqk", (batch, heads, rows, keys), strict=True)]
+        return Bias(normal(*shape))
+    if name == "bias_inf":
+        bias = normal(1, heads, rows, keys)
+        bias[bias > 1] = float("-inf")
+        bias[:, :, min(2, rows) : min(5, rows)] = float("-inf")
+        bias[..., min(7, keys) : min(8, keys)] = float("-inf")
+        return Bias(bias)
+    if name == "alibi":
+        return Alibi() if not options else Alibi(normal(batch, heads).abs() / 8)
+    if name == "relative":  # a learned table of distances, and a learned temperature of each head
+        table, heat = normal(heads, rows + keys), 1 + normal(heads) / 4
+        return ScoreFunction(lambda s, b, h, q, k: s * heat[h] + table[h, q - k + keys - 1])
+    if name == "tanh":
+        return ScoreFunction(lambda s, b, h, q, k: 3.0 * torch.tanh(s / 3.0) + 0.01 * (k % 3))
+    if name == "distance":
+        return ScoreFunction(lambda s, b, h, q, k: s + 1.5 * (q - k))
+    if name == "everything":
+        return score_of("relative", sizes, generator, device) & score_of("bias:hk", sizes, generator, device) & Alibi()
+    raise KeyError(recipe)
+
+
+def _poison(c: Case, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Fills what lies outside the used lengths, and the keys that no query sees."""
     bad = float(c.poison or "nan")
     keep_q, keep_k = torch.zeros(q.shape[:-2], dtype=torch.bool), torch.zeros(k.shape[:-2], dtype=torch.bool)
@@ -198,17 +301,11 @@ def _poison(c: Case, q: Tensor, k: Tensor, v: Tensor) -> None:
     for b, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         used_q = length_q if c.used_q is None else c.used_q[b]
         used_k = length_k if c.used_k is None else c.used_k[b]
-        row, key = torch.arange(used_q)[:, None] + used_k - used_q, torch.arange(used_k)[None]
-        seen = torch.ones(used_q, used_k, dtype=torch.bool)
-        left, right = window_of(c.mask)
-        if left is not None:
-            seen &= key >= row - left
-        if right is not None:
-            seen &= key <= row + right
+        seen = visible(mask, b, c.heads, used_q, used_k, torch.device("cpu"))
         place_q = slice(sum(lengths_q[:b]), sum(lengths_q[:b]) + used_q) if c.packed else (b, slice(used_q))
         place_k = slice(sum(lengths_k[:b]), sum(lengths_k[:b]) + used_k) if c.packed else (b, slice(used_k))
         keep_q[place_q] = True
-        keep_k[place_k] = seen.any(0)
+        keep_k[place_k] = seen.any(0).any(0)
     q[~keep_q] = bad
     k[~keep_k] = bad
     v[~keep_k] = bad
@@ -252,6 +349,64 @@ C = Causal()
 
 
 FAST, BLOCK, TENSOR = FP8("fast"), FP8(scaling="block"), FP8(scaling="tensor", rotate=False, center_k=False, center_v=False)
+
+
+def _pattern_cases() -> list[Case]:
+    """Masks that are no windows, scores that are no softcap."""
+    base = {"batch": 2, "heads": 4, "head_dim": 16}
+    columns = ("1:causal", "2:causal", "2", "4")
+    every = [
+        *(Case(f"columns_{of}_{form}".replace(":", "_"), 96, 96, pattern=f"columns:{of}:{form}", **base)
+          for of, form in product(("one", "kv", "q"), columns)),
+        *(Case(f"columns_lengths_{form}".replace(":", "_"), 300, 700, pattern=f"columns:kv:{form}", dtype="float32", **base)
+          for form in columns),
+        Case("columns_fewer_keys", 700, 300, pattern="columns:one:4", sinks="normal", softcap=4.0, dtype="float32", **base),
+        Case("columns_documents", 1100, 1100, pattern="column_documents", head_dim=32, heads=4),
+        Case("columns_window", 700, 700, pattern="columns:one:2", mask=Window(200, 100), dtype="float32", **base),
+        Case("columns_packed", (150, 1, 0, 700), (150, 9, 33, 700), heads=4, head_dim=16, pattern="columns:kv:1:causal"),
+        Case("columns_used", 300, 400, pattern="columns:one:4", used_q=(300, 17), used_k=(350, 400), poison="nan", **base),
+        Case("documents_causal", 1100, 1100, pattern="documents", mask=C, dtype="float32", **base),
+        Case("documents_other_lengths", 300, 700, pattern="documents", **base),
+        Case("documents_shuffled", 150, 700, pattern="shuffled_documents", softcap=5.0, **base),
+        Case("documents_packed", (150, 33), (150, 600), heads=4, head_dim=16, pattern="shuffled_documents", mask=C),
+        Case("prefix", 600, 700, pattern="prefix", **base),
+        Case("prefix_each", 700, 600, pattern="prefix:each", sinks="normal", **base),
+        Case("prefix_packed", (150, 1, 600), (300, 40, 600), heads=4, head_dim=16, pattern="prefix:each"),
+        Case("chunked", 1100, 1300, mask=Chunked(300) & C, dtype="float32", **base),
+        Case("chunked_more_queries", 700, 300, mask=Chunked(64), dtype="float32", **base),
+        Case("chunked_packed", (700, 130), (900, 200), heads=4, head_dim=16, mask=Chunked(100) & C),
+        Case("dilated", 600, 700, mask=Dilated(5) & Window(300, 0), **base),
+        Case("two_sides", 700, 700, pattern="two_sides", sinks="normal", dtype="float32", **base),
+        Case("two_sides_packed", (300, 40), (310, 600), heads=4, head_dim=16, pattern="two_sides"),
+        Case("dense_one", 150, 700, pattern="dense:1:1", **base),
+        Case("dense_each", 150, 700, pattern="dense:batch:heads", softcap=4.0, **base),
+        Case("dense_sparse_sinks", 150, 700, pattern="dense:1:heads:1", sinks="normal", **base),
+        Case("dense_nothing", 40, 70, pattern="dense:1:1:0", **base),
+        Case("dense_packed", (70, 150), (600, 9), heads=4, head_dim=16, pattern="dense:batch:1"),
+        Case("dense_poison", 70, 150, pattern="dense:batch:heads", poison="nan", dtype="float32", **base),
+        Case("blocks_64", 600, 700, pattern="blocks:64", **base),
+        Case("blocks_24", 512, 512, pattern="blocks:24", dtype="float32", **base),
+        Case("blocks_within", 600, 700, pattern="blocks_within", sinks="normal", **base),
+        Case("function", 700, 700, pattern="function", dtype="float32", **base),
+        Case("function_of_all", 150, 600, pattern="function_of_all", **base),
+        Case("function_fp64", 150, 600, pattern="function_of_all", dtype="float64", **base),
+        Case("function_packed", (150, 0, 33), (160, 5, 600), heads=4, head_dim=16, pattern="function_of_all"),
+        *(Case(f"bias_{letters}", 70, 150, score=f"bias:{letters}", mask=C, **base) for letters in ("bhqk", "hqk", "bk", "q", "h")),
+        Case("bias_inf", 70, 600, score="bias_inf", dtype="float32", **base),
+        Case("bias_softcap_packed", (150, 9), (150, 600), heads=4, head_dim=16, score="bias:hqk", softcap=5.0, mask=C),
+        Case("alibi", 150, 600, score="alibi", mask=C, **base),
+        Case("alibi_slopes", 600, 150, score="alibi:each", dtype="float32", slack=2.0, **base),  # scores of -100 in base 2
+        Case("alibi_packed", (150, 9), (150, 600), heads=4, head_dim=16, score="alibi:each", mask=Window(100, 0)),
+        Case("relative", 150, 600, score="relative", dtype="float32", slack=1.5, **base),
+        Case("relative_documents", 200, 200, score="relative", pattern="function", **base),
+        Case("relative_packed", (150, 9), (150, 600), heads=4, head_dim=16, score="relative", mask=C),
+        Case("tanh", 130, 130, score="tanh", mask=C, values="normal:2", **base),
+        Case("distance_259", 259, 259, heads=1, kv_heads=1, score="distance", pattern="function", mask=C),
+        Case("everything", 300, 600, score="everything", pattern="two_sides", softcap=6.0, sinks="normal", **base),
+        Case("everything_fp64", 70, 130, score="everything", pattern="columns:q:4", softcap=6.0, sinks="normal",
+             sinks_dtype="float64", dtype="float64", **base),
+    ]  # fmt: skip
+    return [replace(case, name=f"pattern_{case.name}") for case in every]
 
 
 def _fp8_cases() -> list[Case]:
@@ -557,6 +712,7 @@ def _cases() -> list[Case]:
         every.append(Case(f"group{group}_rows{rows}_normal", rows, 300, heads=2 * group, mask=mask))
 
     every += _fp8_cases()
+    every += _pattern_cases()
     names = [case.name for case in every]
     assert len(set(names)) == len(names), sorted({n for n in names if names.count(n) > 1})
     return every

@@ -50,10 +50,14 @@ def compare(problem: Problem, out: Tensor, lse: Tensor, *, slack: float = 1.0) -
 def compare_grads(
     problem: Problem, grads: tuple[Tensor | None, ...], dout: Tensor | None, dlse: Tensor | None, *, slack: float = 1.0
 ) -> None:
-    """The gradients of q, k, v and sinks (None without sinks) for given gradients of out and lse (None: nothing depends on it)."""
+    """The gradients of q, k, v, sinks (None without sinks) and of the tensors of the score, where they are given, for given
+    gradients of out and lse (None: nothing depends on it)."""
     p, dtype = problem, problem.q.dtype
     inputs = {name: t for name, t in (("q", p.q), ("k", p.k), ("v", p.v), ("sinks", p.sinks)) if t is not None}
-    given = dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
+    of_score = () if p.score is None else p.score.tensors
+    inputs |= {f"score{i}": t for i, t in enumerate(of_score[: len(grads) - 4])}
+    names = ("q", "k", "v", "sinks", *(f"score{i}" for i in range(len(grads) - 4)))
+    given = dict(zip(names, grads, strict=True))
     findings = []
     for name, t in inputs.items():
         got = given[name]
@@ -73,8 +77,9 @@ def compare_grads(
             # dS takes rowsum(dO * O) from out as it was stored, rounded, which the plain run does not: an ulp on the mean, not half
             got, plain = given[name].to(floor), low[name].to(floor)
             # and the terms of that sum cancel; each is as exact as the float32 lse
-            ulps = 256 if dtype == torch.float64 else 32 if name == "sinks" else 4
-            findings += _numbers(f"d{name}", got, exact[name], plain, 2 * slack, ulps, ulps / 8 if name == "sinks" else 1.0)
+            sums = name not in ("q", "k", "v")
+            ulps = 256 if dtype == torch.float64 else 32 if sums else 4
+            findings += _numbers(f"d{name}", got, exact[name], plain, 2 * slack, ulps, ulps / 8 if sums else 1.0)
         rows = given["q"].transpose(-3, -2)[torch.isneginf(lse)]
         keys = ((exact["k"] == 0) & (exact["v"].abs().amax(-1, keepdim=True) == 0)).all(-1)
         for name, dead in (("dq", rows), ("dk", given["k"][keys]), ("dv", given["v"][keys])):
@@ -91,7 +96,10 @@ def _reference_grads(
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Gradients by name, and the lse of the keys alone."""
     leaves = {name: t.detach().to(dtype, copy=True).requires_grad_() for name, t in inputs.items()}
-    out, lse = reference(dataclasses.replace(problem, **leaves), compute_dtype=dtype, round_p=round_p)
+    of_problem = {name: t for name, t in leaves.items() if not name.startswith("score")}
+    if len(of_problem) < len(leaves):
+        of_problem["score"] = problem.score.with_tensors([leaves.get(f"score{i}", t) for i, t in enumerate(problem.score.tensors)])
+    out, lse = reference(dataclasses.replace(problem, **of_problem), compute_dtype=dtype, round_p=round_p)
     with torch.no_grad():
         alone = lse if problem.sinks is None else reference(dataclasses.replace(problem, sinks=None))[1]
     pairs = [(a, d.to(dtype)) for a, d in ((out, dout), (lse, dlse)) if d is not None and a.requires_grad]

@@ -36,13 +36,15 @@ SLACK = {"scale_negative_large": 4.0, **{c.name: 4.5 for c in CASES if c.values.
 
 
 def run(problem: Problem, dout: Tensor | None, dlse: Tensor | None, backend: str | None = "cpu") -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dsinks), through autograd."""
+    """(dq, dk, dv, dsinks, and the gradients of what the score is made of), through autograd."""
     p = problem
     inputs = [t.requires_grad_() for t in (p.q, p.k, p.v, p.sinks) if t is not None]
+    of_score = [] if p.score is None else [t.requires_grad_() for t in p.score.tensors]
     out, lse = ops.forward(p, backend)
     results, given = zip(*((a, d) for a, d in ((out, dout), (lse, dlse)) if d is not None), strict=True)
-    grads = torch.autograd.grad(results, inputs, given)
-    return *grads, *(None for _ in range(4 - len(grads)))
+    grads = torch.autograd.grad(results, [*inputs, *of_score], given)
+    plain = grads[: len(inputs)]
+    return *plain, *(None for _ in range(4 - len(plain))), *grads[len(inputs) :]
 
 
 def cotangents(case: Case, problem: Problem) -> tuple[Tensor, Tensor]:

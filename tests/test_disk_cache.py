@@ -268,7 +268,7 @@ def _refuse(*args, **kwargs):
 def signature(kernel) -> str:
     """What a kernel takes, from its complaint about a call that it does not."""
     with pytest.raises(TypeError) as caught:
-        kernel(*[0] * 17)
+        kernel(*[0] * 20)
     return str(caught.value)
 
 

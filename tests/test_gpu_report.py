@@ -21,7 +21,7 @@ def test_report_belongs_to_this_code() -> None:
         assert isinstance(report["waived"], str) and report["waived"].strip(), "`waived` must hold the reason"
         return
     assert report["sources"] == sources_hash(), (
-        "the Hopper backend, problem.py, masks.py, scores.py or fp8.py changed since the GPU tests ran:"
+        "the Hopper backend, problem.py, programs.py, masks/, scores.py or fp8.py changed since the GPU tests ran:"
         " run `python tests/gpu/run.py` on a machine with a Hopper GPU"
     )
     assert report["failed"] == 0
@@ -32,7 +32,8 @@ def test_report_belongs_to_this_code() -> None:
 def test_hash_notices_every_change(tmp_path: Path) -> None:
     package = tmp_path / "src" / "attn3"
     (package / "backends" / "hopper" / "parts").mkdir(parents=True)
-    files = [package / f"{n}.py" for n in ("problem", "masks", "scores", "fp8")]
+    (package / "masks").mkdir()
+    files = [package / f"{n}.py" for n in ("problem", "programs", "functions", "score_math", "masks/base", "scores", "fp8")]
     files += [package / "backends" / "hopper" / n for n in ("launch.py", "parts/mask.py", "tuned.json")]
     for path in files:
         path.write_text("a = 1\n")
@@ -50,4 +51,4 @@ def test_hash_notices_every_change(tmp_path: Path) -> None:
 
 def test_sources_of_this_repository() -> None:
     names = {path.name for path in hashed_files()}
-    assert {"problem.py", "masks.py", "scores.py", "__init__.py"} <= names
+    assert {"problem.py", "programs.py", "arithmetic.py", "scores.py", "__init__.py"} <= names

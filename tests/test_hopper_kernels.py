@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 import sass
+import torch
 
+from attn3 import score_math
 from attn3.backends.hopper import config, config_decode, environment
-from attn3.backends.hopper.config import BackwardFeatures, Features
+from attn3.backends.hopper.config import BackwardFeatures, Features, Programs
 from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, choose
+from attn3.masks import Causal, Columns, DenseMask, MaskFunction
+from attn3.programs import Sizes, lower_mask
+from attn3.scores import Alibi, ScoreFunction, lower_score
 
 MASKS = {"dense": (False, False), "right": (False, True), "left": (True, True)}
 
@@ -41,6 +46,9 @@ def tuned_features() -> list[Features]:
         replace(causal, negative_scale=True, seqused_k=True),
         replace(causal, left=True, packed=True, sinks=True, head_dim=256, head_dim_v=256),
         Features("float16", 72, 72, right=True, packed=True),
+        Features("bfloat16", 64, 64, mask="dense", scores="alibi"),
+        Features("bfloat16", 128, 128, mask="documents"),
+        Features("bfloat16", 256, 256, mask="function"),
     ]
     return [*rows, *more]
 
@@ -61,7 +69,12 @@ def tuned_backward_features() -> list[BackwardFeatures]:
             {"packed": True, "seqused_q": True, "seqused_k": True, "deterministic": True, "left": True, "softcap": True},
         )
     ]
-    return [*rows, *more, BackwardFeatures("float16", 72, 40, packed=True)]
+    programs = [
+        BackwardFeatures("bfloat16", 64, 64, mask="dense", scores="alibi"),
+        BackwardFeatures("bfloat16", 128, 128, mask="documents"),
+        BackwardFeatures("bfloat16", 256, 256, right=True, scores="curve"),
+    ]
+    return [*rows, *more, *programs, BackwardFeatures("float16", 72, 40, packed=True)]
 
 
 def fp8_features() -> list[Fp8Features]:
@@ -102,11 +115,25 @@ def decode_features() -> list[DecodeFeatures]:
     ]
 
 
+def programs_of(features: Features | BackwardFeatures | Fp8Features) -> Programs:
+    """The programs whose names the features of this module have in the place of keys."""
+    sizes = Sizes(2, 4, 2, 200, 333, torch.device("cpu"))
+    table = torch.zeros(4, 333, dtype=torch.bool)
+    masks = {
+        "documents": lambda: Columns(torch.zeros(2, 1, 333, 1, dtype=torch.int32), causal=True),
+        "function": lambda: MaskFunction(lambda b, h, q, k: (q >= k) & (q // 64 == k // 64) | table[h, k] & ((q - k) % 7 == 3)),
+        "dense": lambda: DenseMask(torch.zeros(2, 1, 200, 333, dtype=torch.bool)) & Causal(),
+    }
+    mask, score = getattr(features, "mask", None), getattr(features, "scores", None)
+    scores = {"alibi": Alibi(), "curve": ScoreFunction(lambda s, b, h, q, k: 3.0 * score_math.tanh(s * 0.4))}
+    return Programs(mask and lower_mask(masks[mask](), sizes), score and lower_score(scores[score], sizes))
+
+
 def compile_and_read(features: Features | Fp8Features | DecodeFeatures) -> sass.Sass:
     from attn3.backends.hopper import compile
 
     with tempfile.TemporaryDirectory() as folder:
-        compile.build(features, options=f"--keep-cubin --dump-dir {folder}")
+        compile.build(features, options=f"--keep-cubin --dump-dir {folder}", programs=programs_of(features))
         (cubin,) = Path(folder).glob("*.cubin")
         return sass.read(cubin)
 
@@ -119,6 +146,8 @@ def products_once(features: Features) -> int:
     """
     row = config.choose(features)
     qk, pv = row.head_dim // 16, row.tile.block_keys // 16
+    if features.mask is not None:
+        return 2 * (qk + pv) + 2 * qk + pv  # online, with a mask where there is one; frozen, without
     loops = 4 + features.left  # frozen and online, each without and with a mask; online until every row has met a key
     half = features.right and row.tile.block_keys == 128  # one more block half as wide, and its own PV
     return loops * (qk + pv) + 2 * qk + pv + half * (qk + pv + pv // 2)

@@ -16,7 +16,7 @@ from attn3.problem import Problem
 def launches(monkeypatch):
     """(features, arguments) of each launch; there are 8 processors, and one device that torch calls None."""
     made = []
-    monkeypatch.setattr(compile, "kernel", lambda features: lambda *arguments: made.append((features, arguments)))
+    monkeypatch.setattr(compile, "kernel", lambda features, programs=None: lambda *arguments: made.append((features, arguments)))
     monkeypatch.setattr(environment, "processors", lambda index: 8)
     monkeypatch.setattr(launch, "_plans", {})
     monkeypatch.setattr(launch, "counters", lambda index, width=2: torch.zeros(2, dtype=torch.int32))
@@ -33,7 +33,7 @@ def test_values_belong_to_the_call(launches):
     for mask, scale in ((attn3.Window(5, 3), 0.5), (attn3.Full(), 0.25), (attn3.Window(5, 3), 0.5)):
         out, lse = launch.forward(Problem.of(q, k, v, mask=mask, scale=scale, return_lse=False))
         assert out.shape == q.shape and lse is None
-    values = [arguments[11:] for _, arguments in launches]
+    values = [arguments[14:] for _, arguments in launches]
     assert values[0] == values[2] and len(launch._plans) == 2
     assert values[0][:4] == (pytest.approx(0.5 * launch.LOG2_E), 0.0, 5, 3)
     assert values[1][:4] == (pytest.approx(0.25 * launch.LOG2_E), 0.0, 0, 0)
@@ -51,6 +51,37 @@ def test_wide_values_are_computed_in_parts(launches):
     assert second[2].data_ptr() == v[..., 256:].data_ptr() and second[3].data_ptr() == out[..., 256:].data_ptr()
     assert first[4] is second[4] is lse and lse.shape == (2, 4, 96)
     assert first[10].dtype == torch.float32
+
+
+def test_programs_come_with_their_map_and_tensors(launches):
+    q, k, v = tensors()
+    ids = torch.arange(96, dtype=torch.int32) // 40
+    mask = attn3.Documents(ids[None], ids[None, :80]) & attn3.Causal()
+    bias = attn3.Bias(torch.zeros(96, 80))
+    for _ in range(2):
+        launch.forward(Problem.of(q, k, v, mask=mask, score=bias, scale=0.5))
+    (features, arguments), (_, again) = launches
+    block_map, captured, of_scores = arguments[11:14]
+    assert features.mask is not None and features.scores is not None and not features.left and not features.right
+    assert block_map.shape == (2, 4, 1, 2 + 2 * 1) and block_map.dtype == torch.int32 and block_map.stride(-1) == 1
+    assert block_map.data_ptr() == again[11].data_ptr(), "made once"
+    assert block_map[0, 0, 0].tolist() == [2, 2, 0b11, 0], "two blocks of 64 keys, both with the mask"
+    assert [t.shape for t in captured[:2]] == [(1, 96), (1, 80)] and of_scores[0].shape == (96, 80)
+    assert arguments[14:16] == (pytest.approx(launch.LOG2_E), 0.5), "the program gets scale * q.k"
+    assert len(launch._plans) == 1
+
+
+def test_what_programs_cannot_do_yet_is_refused_with_a_reason():
+    q, k, v = tensors()
+    cu = torch.tensor([0, 96, 192], dtype=torch.int32)
+    packed = [t.flatten(0, 1)[:160] if t is not q else t.flatten(0, 1) for t in (q, k, v)]
+    p = Problem.of(*packed, mask=attn3.Chunked(16), cu_seqlens_q=cu, cu_seqlens_k=torch.tensor([0, 80, 160], dtype=torch.int32))
+    used = Problem.of(q, k, v, mask=attn3.Chunked(16), seqused_k=torch.tensor([80, 3], dtype=torch.int32))
+    learned = Problem.of(q, k, v, score=attn3.Bias(torch.zeros(96, 80, requires_grad=True)))
+    for problem, words in ((p, "packed"), (used, "used lengths"), (learned, "gradients of its own tensors")):
+        (reason,) = launch.program_reasons(problem)
+        assert words in reason and "backend='cpu'" in reason
+    assert launch.program_reasons(Problem.of(q, k, v, mask=attn3.Causal())) == []
 
 
 @pytest.fixture

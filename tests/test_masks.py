@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn3 import AttentionError, Causal, Full, Mask, Unsupported, Window
+from attn3 import AttentionError, Causal, Full, Mask, Window
 from attn3.masks import seeing_rows, visible_range, visit, visit_queries, window_of
 
 BOUNDS = (None, 0, 1, 3, 8, 40)
@@ -163,9 +163,10 @@ def test_masks_are_values() -> None:
     assert Causal() == Causal() and Causal() != Full()
 
 
-def test_or_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"Causal\(\) \| Full\(\).*union.*`&`"):
-        Causal() | Full()
+def test_or_gives_the_plainest_mask() -> None:
+    assert Causal() | Full() == Full() == Window(3, None) | Window()
+    assert Causal() | Window(5, 0) == Causal()
+    assert repr(Window(5, 0) | Window(0, 7)) == "Window(left=5, right=0) | Window(left=0, right=7)"
 
 
 @pytest.mark.parametrize("other", [None, 3, True, (3, 0)])

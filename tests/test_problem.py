@@ -72,7 +72,8 @@ WRONG: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("packed_token_counts", lambda: packed(v=tensor(19, 2, 64)), ("k has 20 tokens and v has 19", "must be equal")),
     # masks, scores, scale
     ("mask_type", lambda: dense(mask="causal"), ("mask is 'causal'", "attn3.Causal()")),
-    ("mask_bool_tensor", lambda: dense(mask=torch.ones(16, 20, dtype=torch.bool)), ("mask is tensor", "attn3.Window(left, right)")),
+    ("mask_float_tensor", lambda: dense(mask=torch.ones(16, 20)), ("mask is a tensor of torch.float32", "attn3.Bias(tensor)")),
+    ("mask_lambda", lambda: dense(mask=lambda b, h, q, k: q >= k), ("mask is a function", "attn3.MaskFunction(function)")),
     ("mask_base", lambda: dense(mask=Mask()), ("mask is", "attn3.Full()")),
     ("window_negative_left", lambda: Window(-5, 0), ("window left is -5", "int >= 0, or None")),
     ("window_negative_right", lambda: Window(4, -2), ("window right is -2", "int >= 0, or None")),

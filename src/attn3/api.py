@@ -11,9 +11,9 @@ from attn3 import ops
 from attn3.errors import AttentionError
 from attn3.fp8 import FP8, Quantized, QuantizedTensor, scales_of
 from attn3.keys import CacheView
-from attn3.masks import Causal, Mask
+from attn3.masks import Causal, Mask, is_window
 from attn3.problem import Problem
-from attn3.scores import Score
+from attn3.scores import Score, Softcap
 
 _CAUSAL = Causal()
 
@@ -41,8 +41,10 @@ def attention(
         q: (batch, query_length, heads, head_dim), float16 or bfloat16; float32 and float64 on the CPU. Any strides.
         k: (batch, key_length, kv_heads, head_dim). Query head h uses KV head ``h // (heads // kv_heads)``.
         v: (batch, key_length, kv_heads, head_dim_v). head_dim a multiple of 8 up to 256, head_dim_v up to 512.
-        mask: ``Full()``, ``Causal()`` or ``Window(left, right)``, aligned bottom-right; None is full.
-        score: ``Softcap(cap)`` or None, applied after the scale and before the mask.
+        mask: ``Full()``, ``Causal()``, ``Window(left, right)``, or any other of ``attn3.masks`` and what ``&`` and ``|`` make of
+            them; None is full. torch's BlockMask and boolean tensors are taken as they are.
+        score: ``Softcap(cap)``, ``Alibi()``, ``Bias(tensor)``, ``ScoreFunction(function)``, or several joined by ``&``; applied
+            after the scale and before the mask.
         scale: any finite number; None is ``head_dim ** -0.5``.
         sinks: (heads,), one logit for each query head that enters the softmax's denominator only.
         seqused_q, seqused_k: (batch,) int32, how many rows (keys) of each sequence are in use. What lies behind is never read
@@ -65,9 +67,11 @@ def attention(
         AttentionError: the arguments do not fit together (a ValueError).
         Unsupported: no backend, or not the named one, can run the call (a NotImplementedError); lists every reason.
     """
-    problem = _problem(q, k, v, precision, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q,
-                       seqused_k=seqused_k, return_lse=return_lse, deterministic=deterministic, out_dtype=out_dtype)  # fmt: skip
-    out, lse = ops.forward(problem, backend)
+    run = _run if _plain(mask, score) else _run_outside
+    out, lse = run(
+        q, k, v, precision, backend, mask=mask, score=score, scale=scale, sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k,
+        return_lse=return_lse, deterministic=deterministic, out_dtype=out_dtype,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -110,12 +114,12 @@ def varlen_attention(
     """
     if cu_seqlens_q is None:
         raise AttentionError("cu_seqlens_q is None; pass the int32 offsets of the packed sequences, or call attention()")
-    problem = _problem(
-        q, k, v, precision, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    run = _run if _plain(mask, score) else _run_outside
+    out, lse = run(
+        q, k, v, precision, backend, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         return_lse=return_lse, deterministic=deterministic, out_dtype=out_dtype,
     )  # fmt: skip
-    out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
 
 
@@ -205,6 +209,20 @@ def quantize(
     q_parts, k_parts, v_parts = ops.quantize_tensors(problem, precision, q is not None, k is not None)
     new = lambda parts: None if parts is None else QuantizedTensor(*parts[:3], precision, problem.q.dtype, parts[3])
     return Quantized(new(q_parts), new(k_parts), new(v_parts))
+
+
+def _plain(mask: Any, score: Any) -> bool:
+    """A window and a softcap at most, which compiled graphs hold; or nothing is being compiled."""
+    return not torch.compiler.is_compiling() or ((mask is None or is_window(mask)) and (score is None or type(score) is Softcap))
+
+
+def _run(q: Any, k: Any, v: Any, precision: FP8 | None, backend: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    return ops.forward(_problem(q, k, v, precision, **options), backend)
+
+
+_run_outside = torch.compiler.disable(
+    _run, reason="masks other than windows, and scores other than a softcap, run outside of compiled graphs: pass no fullgraph=True"
+)
 
 
 def _problem(q: Any, k: Any, v: Any, precision: FP8 | None, **options: Any) -> Problem:

@@ -156,14 +156,19 @@ def make_problem(
     left: int | None = None,
     right: int | None = None,
     softcap: float | None = None,
+    spelled_mask: str | None = None,
+    spelled_score: str | None = None,
     packed: str | None = None,
     sinks: bool = False,
     gradient: bool = False,
 ) -> Problem:
-    """A problem of empty tensors. ``packed`` lists the lengths of sequences, "100,700", in the place of batch and lengths."""
+    """A problem of empty tensors; masks and scores that are given in several ways all hold.
+
+    ``packed`` lists the lengths of sequences, "100,700", in the place of batch and lengths.
+    """
     import torch
 
-    from attn3.masks import Causal, Window
+    from attn3.masks import Causal, Full, Window, spelled
     from attn3.problem import Problem
     from attn3.scores import Softcap
 
@@ -186,9 +191,14 @@ def make_problem(
     mask = Causal() if causal else Window(left, right) if (left, right) != (None, None) else None
     if causal and left is not None:
         mask = Window(left, 0)
+    score = None if softcap is None else Softcap(softcap)
+    if spelled_mask is not None:
+        mask = spelled.mask(spelled_mask, device) & (mask or Full())
+    if spelled_score is not None:
+        score = spelled.score(spelled_score) if score is None else spelled.score(spelled_score) & score
     return Problem.of(
         torch.empty(*rows, heads, head_dim, requires_grad=gradient, **make), torch.empty(*key_rows, kv_heads, head_dim, **make),
-        torch.empty(*key_rows, kv_heads, head_dim_v, **make), mask=mask, score=None if softcap is None else Softcap(softcap),
+        torch.empty(*key_rows, kv_heads, head_dim_v, **make), mask=mask, score=score,
         sinks=torch.empty(heads, device=device) if sinks else None, **offsets,
     )  # fmt: skip
 
@@ -208,6 +218,50 @@ def answer(problem: Problem) -> dict[str, Any]:
         "call": problem.describe(), "backend": chosen, "tile": tile(problem) if tile else None,
         "refusals": {name: reasons for name, reasons in refusals.items() if reasons},
     }  # fmt: skip
+
+
+_BLOCK = 128
+_LARGEST_MAP = 2**20  # blocks
+
+
+def skipped(problem: Problem) -> dict[str, Any] | None:
+    """Which blocks of 128 × 128 a dense call visits, and a picture; None where there is nothing to tell apart."""
+    from dataclasses import replace
+
+    import torch
+
+    from attn3.masks import window_of
+    from attn3.masks.base import is_window
+    from attn3.programs import Sizes, lower_mask
+
+    p = problem
+    if p.packed or p.q.is_meta or (is_window(p.mask) and window_of(p.mask) == (None, None)) or not p.q.shape[1] or not p.k.shape[1]:
+        return None
+    if -(-p.q.shape[1] // _BLOCK) * -(-p.k.shape[1] // _BLOCK) > _LARGEST_MAP:
+        return None
+    sizes = Sizes.of(p)
+    if is_window(p.mask):
+        sizes = replace(sizes, device=torch.device("cpu"))
+    program = lower_mask(p.mask, sizes)
+    visited, partial = program.block_map(p, _BLOCK, _BLOCK).counts()
+    pairs = (p.batch if program.per_batch else 1) * (p.heads if program.per_head else 1)
+    total = pairs * -(-p.q.shape[1] // _BLOCK) * -(-p.k.shape[1] // _BLOCK)
+    return {
+        "block": [_BLOCK, _BLOCK], "blocks": total, "visited": visited, "partial": partial,
+        "skipped": round(1 - visited / total, 4),
+        "picture": p.mask.picture(p.q.shape[1], p.k.shape[1]).splitlines()[:-1],
+    }  # fmt: skip
+
+
+def _print_skipped(out: Console, found: dict[str, Any] | None) -> None:
+    if found is None:
+        return
+    out.print(
+        f"  of {found['blocks']} blocks of {_BLOCK} × {_BLOCK}: {found['visited']} visited, {found['partial']} of them partial,"
+        f" {100 * found['skipped']:.0f}% skipped  [dim]█ full  ▒ partial  · skipped[/]"
+    )
+    for line in found["picture"]:
+        out.print(f"    {line}", highlight=False)
 
 
 def _print_answer(out: Console, title: str, given: dict[str, Any]) -> None:
@@ -235,29 +289,33 @@ def explain(
     causal: Annotated[bool, typer.Option("--causal", help="Each query sees keys up to its own position.")] = False,
     left: Annotated[int | None, typer.Option(help="Window: keys before the query's position.")] = None,
     right: Annotated[int | None, typer.Option(help="Window: keys behind the query's position.")] = None,
+    mask: Annotated[str | None, typer.Option(help="Any mask, such as 'Documents([600, 424]) & Causal()'.")] = None,
     softcap: float | None = None,
+    score: Annotated[str | None, typer.Option(help="Any score, such as 'Alibi()'.")] = None,
     packed: Annotated[str | None, typer.Option(help="Lengths of packed sequences, such as 100,700,224.")] = None,
     sinks: Annotated[bool, typer.Option("--sinks", help="One sink logit for each head.")] = False,
     gradient: Annotated[bool, typer.Option("--gradient", help="The call needs a gradient.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or meta; the GPU if there is one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Which backend and tile a call gets, and why the others refuse it. Nothing is computed."""
+    """Which backend and tile a call gets, why the others refuse it, and what its mask skips. Nothing is computed."""
     import torch
 
     try:
         problem = make_problem(
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype, batch=batch, queries=queries, keys=keys,
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal, left=left, right=right,
-            softcap=softcap, packed=packed, sinks=sinks, gradient=gradient,
+            softcap=softcap, spelled_mask=mask, spelled_score=score, packed=packed, sinks=sinks, gradient=gradient,
         )  # fmt: skip
+        blocks = skipped(problem)
     except (AttentionError, Unsupported, RuntimeError) as error:
         _fail(str(error))
     given = answer(problem)
     if as_json:
-        print(json.dumps(given, indent=1))
+        print(json.dumps({**given, "blocks": blocks}, indent=1))
     else:
         _print_answer(_out(), given["call"], given)
+        _print_skipped(_out(), blocks)
     if given["backend"] is None:
         raise typer.Exit(1)
 

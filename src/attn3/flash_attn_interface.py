@@ -540,7 +540,7 @@ def _refuse(
     if qv is not None:
         raise Unsupported("qv is a tensor; the absorbed (MLA) form is not supported, leave it out")
     if attention_chunk:
-        raise Unsupported(f"attention_chunk is {attention_chunk}; chunked attention is not supported, pass 0")
+        raise Unsupported(f"attention_chunk is {attention_chunk}; pass 0, or call attn3.attention with Chunked({attention_chunk})")
     if num_splits not in (0, 1):
         raise Unsupported(f"num_splits is {num_splits}; splitting the keys is not supported, pass 0 or 1")
     if pack_gqa:

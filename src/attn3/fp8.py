@@ -145,6 +145,9 @@ def check_combination(problem: Problem, dtype: torch.dtype) -> None:
     """What FP8 attention does not go together with. ``dtype`` is that of what was quantised."""
     if problem.keys is not None:
         raise Unsupported("FP8 attention got a KV cache; pass q in float16 or bfloat16, an e4m3 cache is dequantised on the way")
+    for program, what in ((problem.mask_program, problem.mask), (problem.score_program, problem.score)):
+        if program is not None:
+            raise Unsupported(f"{what!r} came with FP8; it takes Full(), Causal(), Window() and Softcap(), leave precision out")
     if problem.num_splits not in (None, 1):
         raise Unsupported(f"num_splits is {problem.num_splits}; FP8 attention does not cut the keys into parts, leave it out")
     if problem.out_dtype != dtype:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attn3 import fp8, registry
+from attn3 import fp8, programs, registry
 from attn3.errors import Unsupported
 from attn3.fp8 import FP8, Scales
 from attn3.keys import Keys
@@ -41,6 +41,19 @@ for _name in ("forward", "partials"):
 _LIBRARY.define(
     f"backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, *, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+# masks and scores with a program: `captured` are its tensors, `program` stands for the code (programs.hold)
+_PROGRAM = "Tensor[] captured, int program"
+_LIBRARY.define(
+    f"forward_program(Tensor q, Tensor k, Tensor v, {_PROGRAM}, *, {_OPTIONS}, int? num_splits=None, ScalarType? out_dtype=None)"
+    " -> (Tensor, Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_LIBRARY.define(
+    f"backward_program(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_PROGRAM}, int[] wanted,"
+    f" *, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -171,6 +184,54 @@ torch.library.register_fake("attn3::partials", _partials_fake, lib=_LIBRARY)
 torch.library.register_fake("attn3::backward", _backward_fake, lib=_LIBRARY)
 
 
+def _programmed(q, k, v, captured, program, options) -> Problem:
+    """The problem of an op; the tensors are those that the op got."""
+    original = programs.held(program)
+    problem = _problem(q, k, v, **options)
+    problem.mask, problem.score = original.mask, original.score
+    problem.mask_program, problem.score_program = programs.with_tensors(original, captured)
+    return problem
+
+
+def _forward_program_op(q, k, v, captured, program, *, backend=None, **options):
+    problem = _programmed(q, k, v, captured, program, options)
+    return registry.select(problem, backend).forward(problem)
+
+
+def _forward_program_fake(q, k, v, captured, program, **options):
+    return _forward_fake(q, k, v, **options)
+
+
+def _backward_program_op(dout, dlse, q, k, v, out, lse, captured, program, wanted, *, backend=None, **options):
+    """(dq, dk, dv, dsinks, gradients of the wanted tensors of the score)."""
+    with torch.no_grad():
+        problem = _programmed(q, k, v, captured, program, options)
+        chosen = registry.select(problem, backend)
+        if not isinstance(chosen, registry.Differentiable):
+            raise Unsupported(f"backend {chosen.name!r} has no backward pass of its own; pass backend='hopper' or 'cpu'")
+        of_scores: list[Tensor] = []
+        if wanted:
+            if not hasattr(chosen, "backward_of_scores"):
+                raise Unsupported(f"backend {chosen.name!r} has no gradients of what a score captured; pass backend='cpu'")
+            dq, dk, dv, dsinks, of_scores = chosen.backward_of_scores(problem, dout, out, lse, dlse, tuple(wanted))
+        else:
+            dq, dk, dv, dsinks = chosen.backward(problem, dout, out, lse, dlse)
+        return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks, of_scores
+
+
+def _backward_program_fake(dout, dlse, q, k, v, out, lse, captured, program, wanted, *, sinks=None, **_):
+    of_masks = len(captured) - len(programs.held(program).score_program.tensors) if wanted else 0
+    new = lambda t: t.new_empty(t.shape)
+    dsinks = q.new_empty(0) if sinks is None else new(sinks)
+    return *(new(t) for t in (q, k, v)), dsinks, [new(captured[of_masks + i]) for i in wanted]
+
+
+_LIBRARY.impl("forward_program", _forward_program_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("backward_program", _backward_program_op, "CompositeExplicitAutograd")
+torch.library.register_fake("attn3::forward_program", _forward_program_fake, lib=_LIBRARY)
+torch.library.register_fake("attn3::backward_program", _backward_program_fake, lib=_LIBRARY)
+
+
 class _Attention(torch.autograd.Function):
     """The two ops as one differentiable function of q, k, v and sinks."""
 
@@ -240,6 +301,76 @@ class _Gradient(torch.autograd.Function):
         )
 
 
+class _Programmed(torch.autograd.Function):
+    """Attention with a mask or score program, a function of q, k, v, sinks and the tensors that the score is made of."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, program, keeper, options, of_masks, wanted, *captured):
+        out, lse = torch.ops.attn3.forward_program(q, k, v, list(captured), program, sinks=sinks, **options)
+        ctx.program, ctx.keeper, ctx.of_masks, ctx.wanted = program, keeper, of_masks, wanted
+        ctx.options = {name: value for name, value in options.items() if name not in ("num_splits", "out_dtype")}
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
+        none = (None,) * (9 + len(captured))
+        if dout is None:
+            if dlse is None:
+                return none
+            dout = out.new_zeros(()).expand(out.shape)
+        program, options, wanted = ctx.program, {**ctx.options, "sinks": sinks}, ctx.wanted
+        found = _ProgrammedGradient.apply(dout, dlse, q, k, v, out, lse, program, wanted, options, *captured)
+        given: list[Tensor | None] = list(none)
+        given[:4] = (g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False))
+        for i, g in zip(wanted, found[4:], strict=True):
+            given[9 + ctx.of_masks + i] = g
+        return tuple(given)
+
+
+class _ProgrammedGradient(torch.autograd.Function):
+    """The op, as a function that raises when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx, dout, dlse, q, k, v, out, lse, program, wanted, options, *captured):
+        *found, of_scores = torch.ops.attn3.backward_program(
+            dout, dlse, q, k, v, out, lse, list(captured), program, list(wanted), **options
+        )  # fmt: skip
+        return *found, *of_scores
+
+    @staticmethod
+    def backward(ctx, *_):
+        return _Gradient.backward(ctx)
+
+
+def _forward_program(p: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    """Of a problem with a mask or score program."""
+    _check_not_transformed(repr(p.mask if p.mask_program is not None else p.score))
+    chosen = registry.select(p, backend)
+    differentiate = p.needs_grad and hasattr(chosen, "backward")
+    if not differentiate and not _observed(p):
+        return chosen.forward(p)
+    if p.needs_grad and not differentiate:  # torch sees through it
+        return chosen.forward(p)
+    of_masks = () if p.mask_program is None else p.mask_program.tensors
+    of_scores = () if p.score_program is None else p.score_program.tensors
+    number, keeper = programs.hold(p)
+    left, right = p.window
+    options = {
+        "scale": p.scale, "window_left": left, "window_right": right, "softcap": p.softcap, "cu_seqlens_q": p.cu_seqlens_q,
+        "cu_seqlens_k": p.cu_seqlens_k, "seqused_q": p.seqused_q, "seqused_k": p.seqused_k, "max_seqlen_q": p.max_seqlen_q,
+        "max_seqlen_k": p.max_seqlen_k, "deterministic": p.deterministic, "backend": chosen.name, "num_splits": p.num_splits,
+        "out_dtype": None if p.out_dtype == p.q.dtype else p.out_dtype,
+    }  # fmt: skip
+    captured = (*of_masks, *of_scores)
+    if not differentiate:
+        return torch.ops.attn3.forward_program(p.q, p.k, p.v, list(captured), number, sinks=p.sinks, **options)
+    wanted = tuple(i for i, t in enumerate(of_scores) if t.requires_grad)
+    return _Programmed.apply(p.q, p.k, p.v, p.sinks, number, keeper, options, len(of_masks), wanted, *captured)
+
+
 def quantize(problem: Problem, precision: FP8) -> Problem:
     """The problem over e4m3 tensors, through the dispatcher whenever somebody listens there."""
     fp8.check_quantizable(problem, precision)
@@ -280,13 +411,14 @@ def _forward_fp8(p: Problem, backend: str | None) -> tuple[Tensor, Tensor | None
     )  # fmt: skip
 
 
-def _check_not_transformed() -> None:
+def _check_not_transformed(what: str = "FP8 attention") -> None:
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        instead = "leave precision out there" if what == "FP8 attention" else "use a window and a softcap there, or backward()"
         raise Unsupported(
-            "FP8 attention runs inside a torch.func transform or forward-mode differentiation (grad, vmap, jvp …), which it has no"
-            " rules for; leave precision out there"
+            f"{what} runs inside a torch.func transform or forward-mode differentiation (grad, vmap, jvp …), which it has no"
+            f" rules for; {instead}"
         )
 
 
@@ -310,6 +442,8 @@ def forward(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | Non
     """(out, lse) of a checked problem, through the dispatcher whenever somebody listens there. lse may be None if not asked for."""
     if problem.fp8 is not None:
         return _forward_fp8(problem, backend)
+    if problem.mask_program is not None or problem.score_program is not None:
+        return _forward_program(problem, backend)
     if problem.keys is not None and (torch.compiler.is_compiling() or _observed(problem)):
         _check_no_gradient(problem)
         return _through_dispatcher(problem, backend)

@@ -17,8 +17,9 @@ from attn3 import settings
 from attn3.errors import AttentionError, Unsupported
 from attn3.fp8 import E4M3, Scales, check_combination, check_mode, check_scales
 from attn3.keys import Keys
-from attn3.masks import Causal, Full, Mask, Window, window_of
-from attn3.scores import Score, Softcap
+from attn3.masks import Causal, Full, Mask, Window, as_mask, is_window, window_of
+from attn3.programs import MaskProgram, ScoreProgram, Sizes, lower_mask
+from attn3.scores import Score, Softcap, lower_score, softcap_of
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 512
@@ -41,6 +42,9 @@ class Problem:
     ``cu_seqlens_q`` alone. ``num_splits``: the keys of each sequence are cut into that many parts, whose results are merged; None
     leaves it to the backend. ``out_dtype`` is q's dtype (of FP8 that of what was
     quantised) or float32.
+
+    ``mask_program``: what a mask that is no window was lowered to; ``window`` is then unlimited. ``score_program``: the changes of
+    scores besides a softcap.
     """
 
     q: Tensor
@@ -62,6 +66,8 @@ class Problem:
     keys: Keys | None = None
     num_splits: int | None = None
     out_dtype: torch.dtype | None = None  # `of` puts q's dtype in the place of None
+    mask_program: MaskProgram | None = None
+    score_program: ScoreProgram | None = None
 
     def __post_init__(self) -> None:
         if self.out_dtype is None:
@@ -103,10 +109,10 @@ class Problem:
             raise AttentionError(f"num_splits is {num_splits!r}; pass an int from 1 to {MAX_SPLITS}, or None to leave it open")
         if mask is None:
             mask = _FULL
-        elif mask is not _FULL:
-            window_of(mask)  # raises for what is no window
-        if score is not None and type(score) is not Softcap:
-            raise AttentionError(f"score is {score!r}; pass attn3.Softcap(cap), or None")
+        elif not is_window(mask):
+            mask = as_mask(mask)
+        if score is not None and not isinstance(score, Score):
+            raise AttentionError(f"score is {score!r}; pass attn3.Softcap(cap), or None, or another of attn3's scores")
         if scale is None:
             scale = q.shape[-1] ** -0.5
         elif isinstance(scale, bool) or not isinstance(scale, _NUMBERS) or not math.isfinite(scale):
@@ -132,6 +138,8 @@ class Problem:
                 )
         if keys is not None:
             _check_keys(problem)
+        if not is_window(mask) or (score is not None and type(score) is not Softcap):
+            _lower(problem)
         return problem
 
     @property
@@ -160,11 +168,11 @@ class Problem:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        return window_of(self.mask)
+        return window_of(self.mask) if self.mask_program is None else (None, None)
 
     @property
     def softcap(self) -> float | None:
-        return self.score.cap if isinstance(self.score, Softcap) else None
+        return softcap_of(self.score)
 
     @property
     def needs_grad(self) -> bool:
@@ -173,6 +181,7 @@ class Problem:
             or self.k.requires_grad
             or self.v.requires_grad
             or (self.sinks is not None and self.sinks.requires_grad)
+            or (self.score_program is not None and self.score_program.needs_grad)
         )
 
     def out_shape(self) -> tuple[int, ...]:
@@ -218,6 +227,26 @@ def mask_from_window(left: int | None, right: int | None) -> Mask:
         if right == 0:
             return _CAUSAL
     return Window(left, right)
+
+
+def _lower(p: Problem) -> None:
+    """Checks a mask or score against the call and lowers it."""
+    window = is_window(p.mask)
+    what = repr(p.score) if window else repr(p.mask)
+    if p.keys is not None:
+        raise Unsupported(
+            f"{what} came with a KV cache; calls over a cache take Full(), Causal(), Window() and Softcap(), or gather the keys"
+            " and call attention()"
+        )
+    if p.fp8 is not None:
+        raise Unsupported(f"{what} came with FP8; it takes Full(), Causal(), Window() and Softcap(), leave precision out")
+    sizes = Sizes.of(p)
+    if not window:
+        p.mask.check(sizes)
+        p.mask_program = lower_mask(p.mask, sizes)
+    if p.score is not None:
+        p.score.check(sizes)
+        p.score_program = lower_score(p.score, sizes)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, cached: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The oracle: attention by its definition, with whole score matrices, in float64.
 
-It decides what is right for every backend and shares no code with them: visibility is a boolean matrix, not block arithmetic.
+It decides what is right for every backend and shares no code with them: visibility is a boolean matrix, not block arithmetic
+(``reference_masks`` has the definition of every mask and score).
 Plain differentiable torch ops on any device. With ``compute_dtype=torch.float32`` and ``round_p`` it is also the
 "same-precision PyTorch run" that sets the error budget of the tests.
 """
@@ -8,11 +9,16 @@ Plain differentiable torch ops on any device. With ``compute_dtype=torch.float32
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Callable
 
 import torch
 from torch import Tensor
 
+from attn3.masks import Mask
 from attn3.problem import Problem
+from attn3.reference_masks import changed, visible
+from attn3.scores import Score, Softcap
 
 _SCORES_AT_ONCE = 2**26  # elements of a score matrix held at one time; rows are independent, so larger ones go piece by piece
 
@@ -26,8 +32,9 @@ def reference(
     the gradient passes straight through the rounding.
     """
     p = problem
-    how = (p.window, p.scale, p.softcap, None if p.sinks is None else p.sinks.to(compute_dtype), compute_dtype, round_p)
-    if not p.packed and p.seqused_q is None and p.seqused_k is None and p.keys is None:
+    how = (p.mask, p.score, p.scale, None if p.sinks is None else p.sinks.to(compute_dtype), compute_dtype, round_p)
+    plain = p.mask_program is None and p.score_program is None
+    if plain and not p.packed and p.seqused_q is None and p.seqused_k is None and p.keys is None:
         return _attend(p.q, p.k, p.v, *how)
 
     starts_q, starts_k = _starts(p.cu_seqlens_q, p.batch), _starts(p.cu_seqlens_k, p.batch)
@@ -39,7 +46,7 @@ def reference(
         k, v = (_sequence(t, b, starts_k) if p.keys is None else _cached(p, t, b, compute_dtype) for t in (p.k, p.v))
         rows = q.shape[1] if used_q is None else used_q[b]
         keys = k.shape[1] if used_k is None else used_k[b]  # of a cache only what is in use was taken
-        out, lse = _pad_rows(*_attend(q[:, :rows], k[:, :keys], v[:, :keys], *how), q.shape[1])
+        out, lse = _pad_rows(*_attend(q[:, :rows], k[:, :keys], v[:, :keys], *how, b), q.shape[1])
         outs.append(out)
         lses.append(lse)
     if not p.packed:
@@ -89,26 +96,36 @@ def _nothing(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return q.new_zeros(batch, rows, heads, v.shape[-1], dtype=dtype), q.new_full((batch, heads, rows), -math.inf, dtype=dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | None], scale: float, softcap: float | None,
-            sinks: Tensor | None, dtype: torch.dtype, round_p: torch.dtype | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sequences of one length: q (batch, rows, heads, dim), k and v (batch, keys, kv_heads, ...)."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: Score | None, scale: float, sinks: Tensor | None,
+            dtype: torch.dtype, round_p: torch.dtype | None, b: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sequences of one length from number ``b`` on: q (batch, rows, heads, dim), k and v (batch, keys, kv_heads, ...).
+
+    More than one of them only where neither mask nor score can tell them apart.
+    """
     batch, rows, heads = q.shape[:3]
     keys = k.shape[1]
     if batch == 0 or rows == 0 or keys == 0:
         out, lse = _nothing(q, v, dtype)
         return out, lse if sinks is None else torch.maximum(lse, sinks[None, :, None])
-    visible = _visible(rows, keys, *window, q.device)
+    seen = visible(mask, b, heads, rows, keys, q.device)
+    kv_heads = k.shape[2]
     # a key that no query sees may hold NaN, which a probability of 0 would not silence
-    needed = visible.any(0)[:, None, None]
+    with torch.no_grad():
+        alive = seen
+        if not (score is None or isinstance(score, Softcap)):
+            alive = seen & (changed(score, torch.zeros(heads, rows, keys, dtype=dtype, device=q.device), b, 0, rows) != -math.inf)
+        needed = _by_kv_head(alive, kv_heads).any(1).any(1).t()[:, :, None]
     k, v = (torch.where(needed, t.to(dtype), t.new_zeros((), dtype=dtype)) for t in (k, v))
     q = q.to(dtype)
+    change = lambda s, first: changed(score, s, b, first, rows)
     sequences_at_once = max(1, _SCORES_AT_ONCE // (heads * rows * keys))
     rows_at_once = max(1, _SCORES_AT_ONCE // (heads * keys))
     outs, lses = [], []
-    for b in range(0, batch, sequences_at_once):
-        some = slice(b, b + sequences_at_once)
+    for begin in range(0, batch, sequences_at_once):
+        some = slice(begin, begin + sequences_at_once)
         pieces = [
-            _rows(q[some, i : i + rows_at_once], k[some], v[some], visible[i : i + rows_at_once], scale, softcap, sinks, round_p)
+            _rows(q[some, i : i + rows_at_once], k[some], v[some], seen[:, i : i + rows_at_once], partial(change, first=i), scale,
+                  sinks, round_p)  # fmt: skip
             for i in range(0, rows, rows_at_once)
         ]
         outs.append(torch.cat([out for out, _ in pieces], 1))
@@ -116,25 +133,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: tuple[int | None, int | Non
     return torch.cat(outs), torch.cat(lses)
 
 
-def _visible(rows: int, keys: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
-    position = torch.arange(rows, device=device)[:, None] + keys - rows
-    key = torch.arange(keys, device=device)[None, :]
-    visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
-    if left is not None:
-        visible &= key >= position - left
-    if right is not None:
-        visible &= key <= position + right
-    return visible
+def _by_kv_head(seen: Tensor, kv_heads: int) -> Tensor:
+    """(heads | 1, rows, keys) as (kv_heads | 1, group | 1, rows, keys)."""
+    return seen[None] if seen.shape[0] == 1 else seen.unflatten(0, (kv_heads, -1))
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None,
+def _rows(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, change: Callable[[Tensor], Tensor], scale: float, sinks: Tensor | None,
           round_p: torch.dtype | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     kv_heads = k.shape[2]
     q = q.unflatten(2, (kv_heads, -1))  # query head h reads KV head h // group
     s = torch.einsum("bihgd,bjhd->bhgij", q, k) * scale
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~visible, -math.inf)
+    s = change(s.flatten(1, 2)).view_as(s)
+    s = s.masked_fill(~_by_kv_head(seen, kv_heads), -math.inf)
     top = s.detach().amax(-1, keepdim=True)
     if sinks is not None:
         sinks = sinks.view(1, kv_heads, -1, 1, 1)

@@ -13,8 +13,8 @@ def hashed_files(root: Path = ROOT) -> list[Path]:
     """The Hopper backend's files and the modules whose lines it traces, by their path relative to the repository."""
     package = root / "src" / "attn3"
     hopper = package / "backends" / "hopper"
-    traced = (package / f"{name}.py" for name in ("problem", "masks", "scores", "fp8"))
-    files = {*hopper.rglob("*.py"), *hopper.rglob("*.json"), *traced}
+    traced = (package / f"{name}.py" for name in ("problem", "programs", "functions", "score_math", "scores", "fp8"))
+    files = {*hopper.rglob("*.py"), *hopper.rglob("*.json"), *(package / "masks").glob("*.py"), *traced}
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 

@@ -5,6 +5,10 @@ and outputs, and in the backward pass the gradients of K and V of at least one K
 (batch, KV head) pairs that fit the workspace go through one batched matrix product per (query tile, key block); the query heads
 that share a KV head are folded into the rows, so K and V are never expanded, and the sum of their gradients over a group is part
 of the product. Arithmetic is float32 (float64 for float64 inputs), probabilities are not rounded.
+
+Of a mask that is no window, blocks without a visible key are skipped and blocks without a hidden one are not masked, by its block
+map. Where the map differs by sequence or head, these are not batched. Keys that no row of a tile sees enter as zeros: they may
+hold NaN.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from attn3.backends.cpu_scores import Changes
 from attn3.masks import visible_range, visit
 from attn3.merge import merge_states
+from attn3.programs import as_bool
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
+    from attn3.programs import MaskProgram
 
 # Tiles of 512 rows (query rows times the heads of a group) by 512 keys. Half as many rows are 4% faster on a quiet machine, but
 # every torch op is a barrier of all threads, and on a busy one each barrier waits for a thread that is not running.
@@ -71,11 +78,17 @@ class CpuBackend:
     def backward(
         self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.backward_of_scores(problem, dout, out, lse, dlse, ())[:4]
+
+    def backward_of_scores(
+        self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, wanted: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
         p = problem
         # zeros are the answer for all that the loops below do not reach
         dq, dk, dv = (t.new_zeros(t.shape) for t in (p.q, p.k, p.v))
         dsinks = None if p.sinks is None else p.q.new_zeros(p.heads, dtype=_accumulator(p.q))
-        rule = Rule(p.window, p.scale, p.softcap, p.sinks)
+        changes = None if p.score_program is None else Changes(p.score_program, wanted)
+        rule = Rule(p.window, p.scale, p.softcap, p.sinks, mask=p.mask_program, changes=changes)
         with torch.autocast(p.q.device.type, enabled=False):
             # float64 is not served by a float32 log-sum-exp at all
             coarse = p.q.dtype == torch.float64 or bool(((lse.abs() > _COARSE_LSE) & lse.isfinite()).any())
@@ -83,19 +96,22 @@ class CpuBackend:
                 of_lse = None if dlse is None else part.per_row(dlse)
                 _differentiate(
                     part.queries(p.q), part.keys(p.k), part.keys(p.v), part.queries(out), part.per_row(lse), part.queries(dout),
-                    of_lse, part.queries(dq), part.keys(dk), part.keys(dv), dsinks, rule, coarse,
+                    of_lse, part.queries(dq), part.keys(dk), part.keys(dv), dsinks, rule, coarse, part.first,
                 )  # fmt: skip
-        return dq, dk, dv, None if dsinks is None else dsinks.to(p.sinks.dtype)
+        of_scores = [] if changes is None else changes.gradients()
+        return dq, dk, dv, None if dsinks is None else dsinks.to(p.sinks.dtype), of_scores
 
 
 def run(problem: Problem, out: Tensor | None, lse: Tensor, split: tuple[int, int] = (0, 1)) -> None:
     """Writes out (None: not wanted, V is not read) and lse of all rows in use. ``split``: which of how many parts of the keys."""
     p = problem
-    rule = Rule(p.window, p.scale, p.softcap, p.sinks if split[0] == 0 else None, split)  # a sink is met once
+    sinks = p.sinks if split[0] == 0 else None  # a sink is met once
+    changes = None if p.score_program is None else Changes(p.score_program)
+    rule = Rule(p.window, p.scale, p.softcap, sinks, split, p.mask_program, changes)
     with torch.autocast(p.q.device.type, enabled=False):  # it would turn the float32 products below into half precision
         for part in _parts(p):
             keys = part.source or _Dense(part.keys(p.k), part.keys(p.v))
-            _attend(part.queries(p.q), keys, None if out is None else part.queries(out), part.per_row(lse), rule)
+            _attend(part.queries(p.q), keys, None if out is None else part.queries(out), part.per_row(lse), rule, part.first)
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,7 @@ class _Part:
     row: slice | None = None
     key: slice | None = None
     source: _Cached | None = None  # of the keys, in the place of `key`
+    first: int = 0  # the number of the first of these sequences
 
     def queries(self, t: Tensor) -> Tensor:
         return t if self.row is None else t[None, self.row] if self.batch is None else t[self.batch, self.row]
@@ -134,7 +151,7 @@ def _parts(p: Problem) -> Iterator[_Part]:
         start_k, end_k = (starts_k[b], starts_k[b + 1]) if p.packed else (0, p.k.shape[1])
         end_q = end_q if used_q is None else start_q + used_q[b]
         end_k = end_k if used_k is None else start_k + used_k[b]
-        yield _Part(None if p.packed else slice(b, b + 1), slice(start_q, end_q), slice(start_k, end_k))
+        yield _Part(None if p.packed else slice(b, b + 1), slice(start_q, end_q), slice(start_k, end_k), first=b)
 
 
 def _cached_parts(p: Problem) -> Iterator[_Part]:
@@ -228,6 +245,8 @@ class Rule:
     softcap: float | None
     sinks: Tensor | None
     split: tuple[int, int] = (0, 1)
+    mask: MaskProgram | None = None
+    changes: Changes | None = None
 
     def keys_of_split(self, length: int) -> tuple[int, int]:
         index, splits = self.split
@@ -235,7 +254,7 @@ class Rule:
         return min(index * size, length), min((index + 1) * size, length)
 
 
-def _attend(q: Tensor, keys: _Dense | _Cached, out: Tensor | None, lse: Tensor, rule: Rule) -> None:
+def _attend(q: Tensor, keys: _Dense | _Cached, out: Tensor | None, lse: Tensor, rule: Rule, first: int = 0) -> None:
     """Sequences of one length, dense layout: cuts them into pieces that fit the workspace."""
     batch, query_length, heads, dim = q.shape
     key_length, kv_heads, dim_v = keys.length, keys.kv_heads, keys.dim_v
@@ -246,19 +265,20 @@ def _attend(q: Tensor, keys: _Dense | _Cached, out: Tensor | None, lse: Tensor, 
     rows, block = _tile_shape(query_length, key_length, group)
     # q, scores, the accumulator and its final quotient; K and V in float32
     pair_bytes = dtype.itemsize * (group * rows * (dim + block + 2 * dim_v) + block * (dim + dim_v))
-    batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes)
+    batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes + _extra_bytes(rule, group * rows * block), rule)
     scores = q.new_empty(batch_at_once * heads_at_once * group * rows * block, dtype=dtype)
     for some, kv_some, q_some in _pieces(batch, kv_heads, group, batch_at_once, heads_at_once):
         sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * _LOG2_E
         for row in range(0, query_length, rows):
             of_q = slice(row, min(row + rows, query_length))
-            tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, sinks, scores)
+            place = _Place(_shifted(some, first, batch), q_some, group)
+            tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, sinks, scores, place)
             tile.visit_keys(keys.piece(some, kv_some), block, out is not None)
             tile.store(None if out is None else out[some, of_q, q_some], lse[some, q_some, of_q])
 
 
 def _differentiate(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dq: Tensor,
-                   dk: Tensor, dv: Tensor, dsinks: Tensor | None, rule: Rule, coarse: bool) -> None:  # fmt: skip
+                   dk: Tensor, dv: Tensor, dsinks: Tensor | None, rule: Rule, coarse: bool, first: int) -> None:  # fmt: skip
     """Sequences of one length, dense layout: writes dq, dk and dv, adds to dsinks. The pieces are those of the forward pass."""
     batch, query_length, heads, dim = q.shape
     key_length, kv_heads, dim_v = v.shape[1:]
@@ -269,7 +289,7 @@ def _differentiate(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do
     rows, keys = _tile_shape(query_length, key_length, group)
     # q, dq, out, dout, and P, dP and the slope of a softcap; K and V of a block, their gradients as a whole
     pair_bytes = dtype.itemsize * (group * rows * (2 * dim + 2 * dim_v + 3 * keys) + (keys + key_length) * (dim + dim_v))
-    batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes)
+    batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes + _extra_bytes(rule, group * rows * keys), rule)
     workspace = q.new_empty(3, batch_at_once * heads_at_once * group * rows * keys, dtype=dtype)
     for some, kv_some, q_some in _pieces(batch, kv_heads, group, batch_at_once, heads_at_once):
         sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * _LOG2_E
@@ -280,7 +300,8 @@ def _differentiate(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do
         for row in range(0, query_length, rows):
             of_q = slice(row, min(row + rows, query_length))
             met = sinks if coarse else None  # a tile that has met nothing leaves its gradient to lse
-            tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, met, workspace[0])
+            place = _Place(_shifted(some, first, batch), q_some, group)
+            tile = _Tile(q[some, of_q, q_some], group, row, (query_length, key_length), rule, met, workspace[0], place)
             if coarse:
                 tile.visit_keys(_Dense(k_some, None), keys, False)
             gradient = _TileGradient(
@@ -304,10 +325,37 @@ def _tile_shape(query_length: int, key_length: int, group: int) -> tuple[int, in
     return min(query_length, max(1, _TILE_ROWS // group)), max(1, min(key_length, _BLOCK_KEYS))
 
 
-def _pairs_at_once(batch: int, kv_heads: int, pair_bytes: int) -> tuple[int, int]:
-    """How many sequences and how many of their KV heads fit the workspace together."""
+def _pairs_at_once(batch: int, kv_heads: int, pair_bytes: int, rule: Rule) -> tuple[int, int]:
+    """How many sequences and how many of their KV heads fit the workspace together, and visit the same blocks."""
     pairs = max(1, _WORKSPACE_BYTES // pair_bytes)
-    return min(batch, max(1, pairs // kv_heads)), min(kv_heads, pairs)
+    batch_at_once, heads_at_once = min(batch, max(1, pairs // kv_heads)), min(kv_heads, pairs)
+    if rule.mask is not None:
+        return 1 if rule.mask.per_batch else batch_at_once, 1 if rule.mask.per_head else heads_at_once
+    return batch_at_once, heads_at_once
+
+
+def _extra_bytes(rule: Rule, scores: int) -> int:
+    """What evaluating a mask and functions of scores, in float64 and with a graph for the gradient, takes of a pair."""
+    functions = rule.changes is not None and rule.changes.has_functions
+    return scores * ((8 if rule.mask is not None else 0) + (64 if functions else 0))
+
+
+def _shifted(some: slice, first: int, batch: int) -> slice:
+    return slice(first + some.start, first + min(some.stop, batch))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which sequences and query heads of the call a tile holds."""
+
+    b: slice
+    h: slice
+    group: int
+
+    def positions(self, rows: range, keys: range, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """b, h, q and k, int64, that broadcast to (sequences, heads, rows, keys)."""
+        new = lambda r, *shape: torch.arange(r.start, r.stop, device=device).view(-1, *shape)
+        return new(self.b, 1, 1, 1), new(self.h, 1, 1), new(rows, 1), new(keys)
 
 
 def _pieces(batch: int, kv_heads: int, group: int, batch_at_once: int, heads_at_once: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -327,7 +375,8 @@ class _Tile:
     """
 
     def __init__(self, q: Tensor, group: int, first_row: int, lengths: tuple[int, int], rule: Rule, sinks: Tensor | None,
-                 scores: Tensor) -> None:  # fmt: skip
+                 scores: Tensor, place: _Place | None = None) -> None:  # fmt: skip
+        self.place = place
         batch, rows, heads, dim = q.shape
         self.shape = (batch, heads // group, group, rows)
         self.rule, self.lengths, self.first_row, self.rows, self.scores = rule, lengths, first_row, rows, scores
@@ -348,6 +397,9 @@ class _Tile:
 
     def blocks(self, block_keys: int) -> Iterator[tuple[int, int, bool]]:
         """(begin, end, needs a mask) of the blocks of keys that the tile visits."""
+        if self.rule.mask is not None:
+            yield from self._mapped_blocks(self.rule.mask, block_keys)
+            return
         (query_length, key_length), (left, right) = self.lengths, self.rule.window
         last_row = self.first_row + self.rows - 1
         # no key outside this range is even read: it may hold NaN
@@ -361,13 +413,25 @@ class _Tile:
             if begin < end:
                 yield begin, end, not blocks.full_begin <= block < blocks.full_end
 
+    def _mapped_blocks(self, mask: MaskProgram, block_keys: int) -> Iterator[tuple[int, int, bool]]:
+        rows = max(1, _TILE_ROWS // self.shape[2])  # a shorter call has one tile, and one block, of less
+        found = mask.block_map(None, rows, _BLOCK_KEYS).blocks(self.place.b, self.place.h, self.first_row // rows)
+        split_begin, split_end = self.rule.keys_of_split(self.lengths[1])
+        for block, partial in found:
+            begin, end = max(block * block_keys, split_begin), min((block + 1) * block_keys, split_end)
+            if begin < end:
+                yield begin, end, partial
+
     def _add(self, k: Tensor, v: Tensor | None, first_key: int, masked: bool) -> None:
-        s = self.score(k)
+        s, _ = self.changed_score(k, first_key)
         if masked:
             self.mask(s, first_key)
+        if v is not None:
+            v = self.without_unseen(s, masked, v)[0]
         top = s.amax(-1, keepdim=True).add_(self.headroom)
         reference = top if self.reference is None else torch.maximum(self.reference, top)
-        safe = _finite(reference) if masked or self.reference is not None else reference
+        hiding = masked or self.rule.changes is not None  # a change of scores may give -inf, too
+        safe = _finite(reference) if hiding or self.reference is not None else reference
         p = s.sub_(safe).exp2_()
         total = p.sum(-1, keepdim=True)
         if self.reference is not None:
@@ -385,11 +449,49 @@ class _Tile:
         shape = (*self.q.shape[:2], k.shape[2])
         s = self.scores[: math.prod(shape)].view(shape)
         cap = self.rule.softcap
-        factor = self.rule.scale * _LOG2_E if cap is None else self.rule.scale / cap
+        factor = self.rule.scale * self.unit if cap is None else self.rule.scale / cap
         torch.baddbmm(s, self.q, k, beta=0, alpha=factor, out=s)
-        return s if cap is None else s.tanh_().mul_(cap * _LOG2_E)
+        return s if cap is None else s.tanh_().mul_(cap * self.unit)
+
+    @property
+    def unit(self) -> float:
+        """What the natural logarithm's unit is in those of ``score``: other changes than the softcap are made in natural ones."""
+        return _LOG2_E if self.rule.changes is None else 1.0
+
+    def changed_score(self, k: Tensor, first_key: int, keep: bool = False) -> tuple[Tensor, Any]:
+        """Scores in base 2 after all changes, and with ``keep`` what their gradient goes back by."""
+        s = self.score(k)
+        if self.rule.changes is None:
+            return s, None
+        new, tape = self.rule.changes.apply(self.per_head(s), *self.positions(first_key, s.shape[2]), keep)
+        return s.copy_(new.reshape(s.shape)).mul_(_LOG2_E), tape
+
+    def per_head(self, s: Tensor) -> Tensor:
+        """(pairs, group * rows, keys) as (sequences, query heads, rows, keys)."""
+        batch, kv_heads, group, rows = self.shape
+        return s.view(batch, kv_heads * group, rows, s.shape[2])
+
+    def positions(self, first_key: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows = range(self.first_row, self.first_row + self.rows)
+        return self.place.positions(rows, range(first_key, first_key + keys), self.q.device)
+
+    def visible(self, first_key: int, keys: int) -> Tensor:
+        """The mask program's answer, (sequences, query heads, rows, keys), expanded."""
+        program, at = self.rule.mask, self.positions(first_key, keys)
+        shape = (self.shape[0], self.shape[1] * self.shape[2], self.rows, keys)
+        return as_bool(program.visible(*at, program.tensors), shape, self.q.device)
+
+    def without_unseen(self, s: Tensor, masked: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values with zeros for keys that no row of the tile sees, by their scores."""
+        if (self.rule.mask is None or not masked) and self.rule.changes is None:
+            return tensors
+        unseen = s.amax(1) == -math.inf
+        return tuple(t.masked_fill(unseen[:, :, None], 0.0) for t in tensors) if bool(unseen.any()) else tensors
 
     def mask(self, s: Tensor, first_key: int) -> None:
+        if self.rule.mask is not None:
+            self.per_head(s).masked_fill_(~self.visible(first_key, s.shape[2]), -math.inf)
+            return
         (query_length, key_length), (left, right) = self.lengths, self.rule.window
         keys = s.shape[2]
         row = torch.arange(self.rows, device=s.device)[:, None]
@@ -404,7 +506,9 @@ class _Tile:
         s.view(s.shape[0], -1, self.rows, keys).masked_fill_(hidden, -math.inf)
 
     def blind_rows(self) -> Tensor | None:
-        """(rows,), True where a row sees no key; None when every row sees one."""
+        """(rows,), of a mask program (sequences, KV heads, group, rows), True where a row sees no key; None: every row sees one."""
+        if self.rule.mask is not None:
+            return self._blind_by_program()
         (query_length, key_length), (left, right) = self.lengths, self.rule.window
         ranges = (visible_range(self.first_row + i, query_length, key_length, left, right) for i in (0, self.rows - 1))
         if all(begin < end for begin, end in ranges):  # what lies between two rows that see a key sees one, too
@@ -413,6 +517,14 @@ class _Tile:
         begin = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
         end = torch.full_like(position, key_length) if right is None else (position + right + 1).clamp(max=key_length)
         return end <= begin
+
+    def _blind_by_program(self) -> Tensor:
+        seen = torch.zeros(self.shape[0], self.shape[1] * self.shape[2], self.rows, dtype=torch.bool, device=self.q.device)
+        for begin, end, masked in self._mapped_blocks(self.rule.mask, min(self.lengths[1], _BLOCK_KEYS)):
+            if not masked:
+                return None
+            seen |= self.visible(begin, end - begin).any(-1)
+        return ~seen.view(self.shape)
 
     def store(self, out: Tensor | None, lse: Tensor) -> None:
         if self.reference is None or self.total is None:  # no row of the tile sees a key: out stays 0 and lse -inf
@@ -436,9 +548,10 @@ class _TileGradient:
         group, dtype = tile.shape[2], tile.q.dtype
         per_row = (tile.q.shape[0], tile.q.shape[1], 1)
         self.dout = _fold(dout, group, dtype).contiguous()
-        blind = tile.blind_rows()
+        # a program is asked about every element for this, which finite numbers do not need
+        blind = tile.blind_rows() if tile.rule.mask is None or not bool(self.dout.isfinite().all()) else None
         if blind is not None:  # out is a constant there, whatever dout is: 0 * inf in a later product would be NaN
-            self.dout = self.dout.view(*tile.shape, -1).masked_fill(blind[:, None], 0.0).view(self.dout.shape)
+            self.dout = self.dout.view(*tile.shape, -1).masked_fill(blind[..., None], 0.0).view(self.dout.shape)
         # the part of dS that a row's keys share
         self.shift = (self.dout * _fold(out, group, dtype)).sum(-1, keepdim=True).neg_()
         lse = lse.to(dtype).reshape(per_row)
@@ -462,10 +575,15 @@ class _TileGradient:
         tile, scale = self.tile, self.tile.rule.scale
         for begin, end, masked in tile.blocks(block_keys):
             k_block, v_block = (_pairs(t[:, begin:end], tile.q.dtype) for t in (k, v))
-            s = tile.score(k_block)
-            slope = self._slope(s)
+            slope = None
+            if tile.rule.changes is None:
+                s, tape = tile.score(k_block), None
+                slope = self._slope(s)
+            else:
+                s, tape = tile.changed_score(k_block, begin, True)
             if masked:
                 tile.mask(s, begin)
+            k_block, v_block = tile.without_unseen(s, masked, k_block, v_block)
             p = s.sub_(self.reference).exp2_()
             if self.weight is not None:
                 p.mul_(self.weight)
@@ -473,6 +591,10 @@ class _TileGradient:
             ds = self.workspace[0, : s.numel()].view(s.shape)
             torch.bmm(self.dout, v_block.transpose(1, 2), out=ds)
             ds.add_(self.shift).mul_(p)
+            if tape is not None:
+                gone = p == 0  # such a score has no gradient, whatever its slope is
+                ds.copy_(tile.rule.changes.gradient(tape, tile.per_head(ds)).reshape(ds.shape)).masked_fill_(gone, 0.0)
+                slope = self._slope(tile.score(k_block)) if tile.rule.softcap is not None else None
             if slope is not None:
                 ds.mul_(slope)
             self.dq.baddbmm_(ds, k_block, alpha=scale)
@@ -483,7 +605,7 @@ class _TileGradient:
         cap = self.tile.rule.softcap
         if cap is None:
             return None
-        tanh = torch.mul(s, 1.0 / (cap * _LOG2_E), out=self.workspace[1, : s.numel()].view(s.shape))
+        tanh = torch.mul(s, 1.0 / (cap * self.tile.unit), out=self.workspace[1, : s.numel()].view(s.shape))
         return tanh.square_().neg_().add_(1.0)
 
     def store(self, dq: Tensor) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn3.backends import cpu
-from attn3.masks import window_of
+from attn3.masks import DenseMask, window_of
+from attn3.scores import Bias
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -51,8 +52,18 @@ class SdpaBackend:
         query_length, key_length = p.q.shape[1], p.k.shape[1]
         if key_length == 0 or p.q.numel() == 0:
             reasons.append(f"an empty problem (batch {p.batch}, {query_length} queries, {key_length} keys) is not defined there")
+        if p.score_program is not None and (type(p.score) is not Bias or p.score.bias.dtype != p.q.dtype):
+            reasons.append(f"the score {p.score!r} is not supported; only a Bias in q's dtype is")
+        if p.mask_program is not None:
+            if type(p.mask) is not DenseMask:
+                reasons.append(f"{p.mask!r} is not supported; only Full(), Causal() and DenseMask(tensor) are")
+            elif p.score_program is not None:
+                reasons.append("a dense mask and a bias together are not supported; put -inf into the bias")
+            return reasons
         window = window_of(p.mask)
-        if window not in ((None, None), (None, 0)):
+        if p.score_program is not None and window != (None, None):
+            reasons.append(f"{p.mask!r} and a bias together are not supported; put -inf into the bias")
+        elif window not in ((None, None), (None, 0)):
             reasons.append(f"{p.mask!r} is not supported; only Full() and Causal() are")
         elif window == (None, 0) and query_length != key_length and query_length != 1:
             reasons.append(
@@ -71,7 +82,16 @@ class SdpaBackend:
         if scale < 0:  # torch's causal CPU kernel gives NaN for a negative scale; moving the sign into q is exact
             q, scale = -q, -scale
         q, k, v = (t.transpose(1, 2) for t in (q, p.k, p.v))
-        out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        added = None
+        if p.mask_program is not None:
+            added = p.mask.matrix
+            unseen = ~added.any(2)  # (batch | 1, heads | 1, keys): such a key may hold NaN, which a product with 0 lets through
+            if unseen.shape[1] > 1:
+                unseen = unseen.unflatten(1, (p.kv_heads, -1)).all(2)
+            k, v = (t.masked_fill(unseen[..., None], 0.0) for t in (k, v))
+        elif p.score_program is not None:
+            added = p.score.bias[(None,) * (4 - p.score.bias.dim())].expand(-1, -1, q.shape[2], k.shape[2])
+        out = scaled_dot_product_attention(q, k, v, added, is_causal=causal, scale=scale, enable_gqa=grouped)
         with torch.no_grad():
             lse = None
             if p.return_lse:

@@ -44,6 +44,7 @@ class HopperBackend:
             reasons.append(f"v has head_dim {problem.head_dim_v}; {limit}; use torch.no_grad()")
         if problem.needs_grad and problem.heads > MAX_HEADS:
             reasons.append(f"q has {problem.heads} heads; the backward pass takes up to {MAX_HEADS}; split them into several calls")
+        reasons.extend(launch.program_reasons(problem))
         if problem.num_splits not in (None, 1):
             reasons.append(f"num_splits is {problem.num_splits}; cutting the keys into parts is supported over a cache only")
         if problem.fp8 is None and problem.out_dtype != problem.q.dtype:
@@ -65,6 +66,7 @@ class HopperBackend:
         q = problem.q
         return (
             ((problem.v.shape[-1] <= MAX_HEAD_DIM_V and q.shape[-2] <= MAX_HEADS) or not problem.needs_grad)
+            and ((problem.mask_program is None and problem.score_program is None) or not launch.program_reasons(problem))
             and problem.num_splits in (None, 1)
             and (problem.out_dtype is q.dtype or problem.fp8 is not None)
         )

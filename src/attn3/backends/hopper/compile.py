@@ -19,13 +19,19 @@ import time
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
+
+import torch
 
 from attn3 import settings
 from attn3.backends.hopper import config, config_decode, config_fp8, disk_cache, environment
-from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, TunedRow
+from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs, TunedRow
 from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, QuantizeFeatures
+from attn3.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger("attn3")
 
@@ -36,28 +42,34 @@ ARCH = "sm_90a"
 SYMBOL = "attn3_kernel"
 _HERE = Path(__file__).parent
 _SOURCES = (*sorted(_HERE.glob("kernels/*.py")), *sorted(_HERE.glob("parts/*.py")), _HERE / "config.py", _HERE / "compile.py",
-            _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE / "config_decode.py", _HERE / "compile_decode.py",
-            _HERE.parents[1] / "fp8.py",
-            _HERE.parents[1] / "masks.py")  # fmt: skip
+            _HERE / "maps.py", _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE / "config_decode.py",
+            _HERE / "compile_decode.py", _HERE.parents[1] / "fp8.py", *sorted((_HERE.parents[1] / "masks").glob("*.py")),
+            _HERE.parents[1] / "programs.py", _HERE.parents[1] / "score_math.py", _HERE.parents[1] / "scores.py")  # fmt: skip
 _kernels: dict[AnyFeatures, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 
-def kernel(features: AnyFeatures) -> Callable[..., None]:
-    """The compiled kernel of ``features``, from this process, the disk, or the compiler, in this order."""
+NO_PROGRAMS = Programs(None, None)
+
+
+def kernel(features: AnyFeatures, programs: Programs = NO_PROGRAMS) -> Callable[..., None]:
+    """The compiled kernel of ``features``, from this process, the disk, or the compiler, in this order.
+
+    programs: what ``features`` hold the keys of. Their functions are traced; their tensors only say of what kind captured ones are.
+    """
     found = _kernels.get(features)
     if found is None:
         with _lock:
             found = _kernels.get(features)
             if found is None:
-                found = _kernels[features] = _load_or_compile(features)
+                found = _kernels[features] = _load_or_compile(features, programs)
     return found
 
 
-def _load_or_compile(features: AnyFeatures) -> Callable[..., None]:
+def _load_or_compile(features: AnyFeatures, programs: Programs = NO_PROGRAMS) -> Callable[..., None]:
     disk = disk_cache.default()
-    if disk is None:
-        return _compile_visibly(features)
+    if disk is None or not _says_everything(features):
+        return _compile_visibly(features, programs)
     key = cache_key(features, _tile(features))
     found = _from_disk(disk, key)
     if found is not None:
@@ -66,7 +78,7 @@ def _load_or_compile(features: AnyFeatures) -> Callable[..., None]:
         found = _from_disk(disk, key)
         if found is not None:
             return found
-        compiled = _compile_visibly(features)
+        compiled = _compile_visibly(features, programs)
         disk.store(key, lambda path: compiled.export_to_c(object_file_path=str(path), function_name=SYMBOL))
         stored = _from_disk(disk, key)  # called with less overhead than what the DSL gave
         return compiled if stored is None else stored
@@ -102,10 +114,25 @@ def _tile(features: AnyFeatures) -> Any:
     return config_fp8.choose(features) if isinstance(features, Fp8Features) else None
 
 
-def _compile_visibly(features: AnyFeatures) -> Any:
+def _says_everything(features: AnyFeatures) -> bool:
+    """Is the text of the programs' keys as good as the keys? (An object's may be its address, which means nothing tomorrow.)"""
+    kinds = (bool, int, float, str, bytes, torch.dtype)
+    plain = lambda x: x is None or type(x) in kinds or (type(x) is tuple and all(map(plain, x)))
+    return plain(getattr(features, "mask", None)) and plain(getattr(features, "scores", None))
+
+
+def _compile_visibly(features: AnyFeatures, programs: Programs) -> Any:
     start = time.perf_counter()
     with _spinner(f"compiling {features} (first use on this machine)"):
-        compiled = build(features)
+        try:
+            compiled = build(features, programs=programs)
+        except Exception as error:
+            if programs == NO_PROGRAMS:
+                raise
+            raise Unsupported(
+                f"a mask or score function could not be compiled for the GPU: {error}; it must work element by element, with"
+                " arithmetic, comparisons, & | ~, indexing and the functions of attn3.score_math; rewrite it, or use backend='cpu'"
+            ) from error
     log.info("compiled %s in %.1f s", features, time.perf_counter() - start)
     return compiled
 
@@ -121,15 +148,15 @@ def _spinner(text: str) -> Iterator[None]:
         yield
 
 
-def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "") -> Any:
+def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "", programs: Programs = NO_PROGRAMS) -> Any:
     """Compile the kernel of some features; options are the DSL's (``--keep-cubin --dump-dir D``, ``remarks{ptx}`` …)."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
     if isinstance(features, BackwardFeatures):
-        kernel, arguments = _backward(features, row or config.choose_backward(features))
+        kernel, arguments = _backward(features, row or config.choose_backward(features), programs)
     elif isinstance(features, Features):
-        kernel, arguments = _forward(features, row or config.choose(features))
+        kernel, arguments = _forward(features, row or config.choose(features), programs)
     elif isinstance(features, DecodeFeatures):
         from attn3.backends.hopper import compile_decode
 
@@ -142,7 +169,7 @@ def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "") -
     return cute.compile(kernel, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {ARCH} {options}")
 
 
-def _forward(features: Features, row: TunedRow) -> tuple[Any, list[Any]]:
+def _forward(features: Features, row: TunedRow, programs: Programs) -> tuple[Any, list[Any]]:
     """The kernel and its arguments as the compiler sees them: equal sizes are equal at run time, too."""
     import cutlass.cute as cute
     from cutlass import Float32, Int32
@@ -153,7 +180,7 @@ def _forward(features: Features, row: TunedRow) -> tuple[Any, list[Any]]:
     batch, seqlen_q, seqlen_k, heads, kv_heads, offsets, sequences = (size() for _ in range(7))
     rows, vector = _describers(features, batch)
     sequences = sequences if features.packed else batch
-    return ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v), [
+    return ForwardKernel(features, row.tile, row.head_dim, row.head_dim_v, programs), [
         rows(seqlen_q, heads, features.head_dim),
         rows(seqlen_k, kv_heads, features.head_dim),
         rows(seqlen_k, kv_heads, features.head_dim_v),
@@ -165,11 +192,12 @@ def _forward(features: Features, row: TunedRow) -> tuple[Any, list[Any]]:
         vector(sequences, given=features.seqused_q),
         vector(sequences, given=features.seqused_k),
         vector(heads, Float32, given=features.sinks),
+        *_of_programs(programs, batch, heads),
         Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(132),
     ]  # fmt: skip
 
 
-def _backward(features: BackwardFeatures, row: BackwardRow) -> tuple[Any, list[Any]]:
+def _backward(features: BackwardFeatures, row: BackwardRow, programs: Programs) -> tuple[Any, list[Any]]:
     import cutlass.cute as cute
     from cutlass import Float32, Int32
     from cutlass.cute.runtime import make_fake_tensor
@@ -184,7 +212,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow) -> tuple[Any, list[A
     sequences = sequences if features.packed else batch
     per_tile, elements = 2 * row.tile.block_queries, row.tile.block_queries * row.head_dim
     any_stride = cute.sym_int64
-    return BackwardKernel(features, row.tile, row.head_dim, row.head_dim_v), [
+    return BackwardKernel(features, row.tile, row.head_dim, row.head_dim_v, programs), [
         rows(*q), rows(*k), rows(*v), rows(*out), rows(*out),
         _per_row(features, batch, heads, seqlen_q, any_stride()),
         _per_row(features, batch, heads, seqlen_q, any_stride()) if features.dlse else None,
@@ -197,6 +225,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow) -> tuple[Any, list[A
         vector(offsets, given=features.packed),
         vector(sequences, given=features.seqused_q),
         vector(sequences, given=features.seqused_k),
+        *_of_programs(programs, batch, heads),
         Float32(1.0), Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(132),
     ]  # fmt: skip
 
@@ -220,6 +249,36 @@ def _describers(features: AnyFeatures, batch: Any) -> tuple[Callable[..., Any], 
         return make_fake_tensor(element, (n,), (1,), assumed_align=4) if given else None
 
     return rows, vector
+
+
+def _of_programs(programs: Programs, batch: Any, heads: Any) -> tuple[Any, tuple[Any, ...] | None, tuple[Any, ...] | None]:
+    """The block map, and what the programs have captured: of any shape, neighbours in the last dimension.
+
+    A tensor without dimensions becomes one element; that its size is static tells it apart (see ``parts/program.py``).
+    """
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import make_fake_tensor
+
+    def like(t: Tensor) -> Any:
+        strides = (*(cute.sym_int64() for _ in t.shape[1:]), 1)
+        shape = tuple(cute.sym_int() for _ in t.shape) or (1,)
+        return make_fake_tensor(_element(t.dtype), shape, strides, assumed_align=t.element_size())
+
+    captured = (tuple(like(t) for t in p.tensors) or None if p is not None else None for p in programs)
+    if programs.mask is None:
+        return None, *captured
+    shape, strides = (batch, heads, cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1)
+    return make_fake_tensor(Int32, shape, strides, assumed_align=4), *captured
+
+
+def _element(dtype: torch.dtype) -> Any:
+    import cutlass
+
+    names = {torch.bool: "Boolean", torch.uint8: "Uint8", torch.int8: "Int8", torch.int16: "Int16", torch.int32: "Int32",
+             torch.int64: "Int64", torch.float16: "Float16", torch.bfloat16: "BFloat16", torch.float32: "Float32",
+             torch.float64: "Float64"}  # fmt: skip
+    return getattr(cutlass, names[dtype])
 
 
 def _per_row(features: AnyFeatures, batch: Any, heads: Any, length: Any, last_stride: Any) -> Any:

@@ -6,9 +6,20 @@ import json
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Hashable, NamedTuple
+
+if TYPE_CHECKING:
+    from attn3.programs import MaskProgram, ScoreProgram
 
 SMEM_BYTES = 232448  # dynamic shared memory a block may have on sm_90
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # consumer warpgroups -> registers of the producer, of a consumer
+
+
+class Programs(NamedTuple):
+    """What a kernel traces; features hold their keys."""
+
+    mask: MaskProgram | None
+    score: ScoreProgram | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,9 @@ class Features:
     seqused_q: bool = False
     seqused_k: bool = False
     lse: bool = True
+    mask: Hashable | None = None  # key of a mask program; what it hides is in a block map, left and right are False
+    scores: Hashable | None = None  # key of a score program
+    cap: float | None = None  # of a softcap before a score program; alone it is a value at launch
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]
@@ -101,13 +115,16 @@ def tile_dim(head_dim: int) -> int:
 @cache
 def choose(features: Features) -> TunedRow:
     """The tuned row of a problem class: the smallest tile widths that hold both head dims."""
-    kind = "left" if features.left else "right" if features.right else "dense"
+    program = features.mask is not None or features.scores is not None
+    kind = "left" if features.left or program else "right" if features.right else "dense"
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
-    if features.softcap:  # its arithmetic needs the registers: half the block, and Q in shared memory
+    if features.softcap or features.scores is not None:  # registers for their arithmetic: half the block, and Q in shared memory
         narrow = replace(row.tile, block_keys=min(64, row.tile.block_keys), q_in_registers=False)
         row = replace(row, tile=narrow)
+    elif program:  # likewise
+        row = replace(row, tile=replace(row.tile, q_in_registers=False))
     return row
 
 
@@ -126,6 +143,9 @@ class BackwardFeatures:
     seqused_k: bool = False
     dlse: bool = False  # lse has a gradient, too
     deterministic: bool = False
+    mask: Hashable | None = None  # as in ``Features``
+    scores: Hashable | None = None
+    cap: float | None = None
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]
@@ -198,6 +218,7 @@ def choose_backward(features: BackwardFeatures) -> BackwardRow:
     """The narrowest row that holds both head dims."""
     fits = [row for row in tuned_backward() if row.head_dim >= features.head_dim and row.head_dim_v >= features.head_dim_v]
     row = min(fits, key=lambda row: 3 * row.head_dim + 2 * row.head_dim_v)
-    if features.softcap and row.head_dim == row.head_dim_v == 128:  # its arithmetic needs the registers
+    changes = features.softcap or features.scores is not None
+    if changes and row.head_dim == row.head_dim_v == 128:  # its arithmetic needs the registers
         row = replace(row, tile=replace(row.tile, shares="columns", stage_out=False))
     return row

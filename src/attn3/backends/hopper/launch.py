@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from typing import TYPE_CHECKING, Callable, NamedTuple
+from typing import TYPE_CHECKING, Callable, Hashable, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn3.backends.hopper import compile, config, environment
-from attn3.backends.hopper.config import Features
+from attn3.backends.hopper import compile, config, environment, maps
+from attn3.backends.hopper.config import Features, Programs
+from attn3.masks import Full
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
+    from attn3.programs import MaskProgram, ScoreProgram
 
 LOG2_E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-125  # stands for a scale of 0, so that -inf stays -inf under it
@@ -26,6 +28,8 @@ class _Part(NamedTuple):
     """One launch of a call: some columns of V, or all of them where columns is None."""
 
     kernel: Callable[..., None]
+    rows: int  # of a tile
+    keys: int  # of a block
     columns: slice | None
     values: tuple[float, float, int, int, int, int]  # c, inner, left, right, section, ctas
 
@@ -41,6 +45,7 @@ class _Plan(NamedTuple):
     parts: tuple[_Part, ...]
 
 
+_NO_PROGRAMS = None, None, None
 _plans: dict[tuple, _Plan] = {}
 _MOST_PLANS = 4096
 
@@ -48,7 +53,7 @@ _MOST_PLANS = 4096
 def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
     q, k, v = p.q, p.k, p.v
     cu_q, cu_k, used_q, used_k, sinks = p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k, p.sinks
-    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, p.mask, p.score, p.scale, p.return_lse,
+    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *_changes(p), p.scale, p.return_lse,
            sinks is None, None if cu_q is None else cu_q.shape[0], used_q is None, used_k is None)  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -71,23 +76,76 @@ def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
         used_k = used_k.contiguous()
     index = plan.device
     if torch._C._cuda_getDevice() == index:  # torch.cuda.current_device() also looks whether CUDA is initialised
-        _launch(plan, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, sinks)
+        _launch(plan, p, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, sinks)
     else:
         with torch.cuda.device(index):
-            _launch(plan, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, sinks)
+            _launch(plan, p, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, sinks)
     return out, lse
 
 
-def _launch(plan: _Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *optional: Tensor | None) -> None:
-    for kernel, columns, values in plan.parts:  # none when there is nothing to compute
+def _launch(
+    plan: _Plan, p: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *optional: Tensor | None
+) -> None:
+    programs = _NO_PROGRAMS
+    for kernel, rows, keys, columns, values in plan.parts:  # none when there is nothing to compute
         v_part, out_part = (v, out) if columns is None else (v[..., columns], out[..., columns])
-        kernel(q, k, v_part, out_part, lse, counters(plan.device), *optional, *values)
+        if p.mask_program is not None or p.score_program is not None:
+            programs = _programs(p, rows, keys)
+        kernel(q, k, v_part, out_part, lse, counters(plan.device), *optional, *programs, *values)
+
+
+def _changes(p: Problem) -> tuple[Hashable, Hashable]:
+    """The mask and the score of a call, as far as its plan depends on them: not on what programs have captured."""
+    mask = p.mask if p.mask_program is None else p.mask_program.key
+    return mask, p.score if p.score_program is None else (p.softcap, p.score_program.key)
+
+
+def _programs(p: Problem, rows: int, keys: int) -> tuple[Tensor | None, tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+    """(block map, tensors captured by the mask, tensors captured by the score)"""
+    block_map = None
+    if p.mask_program is not None:
+        found = p.mask_program.block_map(p, rows, keys)
+        block_map = maps.rows_of(found, p.batch, p.heads, never_empty=True)
+    return block_map, captured(p.mask_program, p.q.device), captured(p.score_program, p.q.device)
+
+
+def captured(program: MaskProgram | ScoreProgram | None, device: torch.device) -> tuple[Tensor, ...] | None:
+    """A program's tensors as kernels take them: neighbours in the last dimension, one element for none."""
+    if program is None or not program.tensors:
+        return None
+    found = []
+    for t in program.tensors:
+        t = t.detach() if t.requires_grad else t
+        if t.dim() == 0:
+            t = t.to(device).view(1)
+        found.append(t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous())
+    return tuple(found)
+
+
+def program_reasons(p: Problem) -> list[str]:
+    """Why this backend cannot run the call's mask program and score program."""
+    reasons = []
+    what = [repr(of) for of, program in ((p.mask, p.mask_program), (p.score, p.score_program)) if program is not None]
+    if not what:
+        return reasons
+    name = " and ".join(what)
+    if p.packed:
+        reasons.append(f"{name} over packed sequences is not supported on the GPU; pad them to a dense batch, or use backend='cpu'")
+    if p.seqused_q is not None or p.seqused_k is not None:
+        reasons.append(f"{name} with used lengths is not supported on the GPU; put them into the mask, or use backend='cpu'")
+    if p.mask_program is not None and p.needs_grad and (p.deterministic or torch.are_deterministic_algorithms_enabled()):
+        reasons.append(f"gradients that repeat bitwise are not supported under {p.mask!r} on the GPU; use backend='cpu'")
+    if p.score_program is not None and torch.is_grad_enabled() and p.score_program.needs_grad:
+        reasons.append(f"{p.score!r} needs gradients of its own tensors, which the GPU does not compute; use backend='cpu'")
+    return reasons
 
 
 def _plan(p: Problem) -> _Plan:
     q, k, v = p.q, p.k, p.v
     left, right = p.window
-    if p.softcap is None:
+    if p.score_program is not None:
+        c, inner = LOG2_E, p.scale if p.softcap is None else p.scale / p.softcap
+    elif p.softcap is None:
         c, inner = max(abs(p.scale) * LOG2_E, SMALLEST_SCALE), 0.0
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
@@ -98,7 +156,8 @@ def _plan(p: Problem) -> _Plan:
         processors = environment.processors(q.device.index)
         for start in range(0, p.head_dim_v, WIDEST_V):
             features = features_of(p, min(WIDEST_V, p.head_dim_v - start))
-            rows = 64 * config.choose(features).tile.warpgroups
+            tile = config.choose(features).tile
+            rows = 64 * tile.warpgroups
             section = 1
             if p.packed:
                 tiles = (q.shape[0] // rows + p.batch + 1) * p.heads  # at most
@@ -108,7 +167,8 @@ def _plan(p: Problem) -> _Plan:
                     section = max(1, L2_BYTES // (2 * (p.head_dim + features.head_dim_v) * k.shape[1])) * (p.heads // p.kv_heads)
             columns = slice(start, start + features.head_dim_v) if p.head_dim_v > WIDEST_V else None
             values = c, inner, left or 0, right or 0, section, min(tiles, processors)
-            parts.append(_Part(compile.kernel(features), columns, values))
+            kernel = compile.kernel(features, Programs(p.mask_program, p.score_program))
+            parts.append(_Part(kernel, rows, tile.block_keys, columns, values))
     strides = all(t.stride(-1) == 1 and not any(s & 7 for s in t.stride()[:-1]) for t in (q, k, v))
     lse_shape = p.lse_shape() if p.return_lse else None
     return _Plan(out_shape, lse_shape, like_q, strides, q.device.index, tuple(parts))
@@ -124,12 +184,15 @@ def features_of(p: Problem, width: int | None = None) -> Features:
         left=left is not None,
         right=right is not None,
         softcap=p.softcap is not None,
-        negative_scale=p.scale < 0 and p.softcap is None,
+        negative_scale=p.scale < 0 and p.softcap is None and p.score_program is None,
         sinks=p.sinks is not None,
         packed=p.packed,
         seqused_q=p.seqused_q is not None,
         seqused_k=p.seqused_k is not None,
         lse=p.return_lse,
+        mask=None if p.mask_program is None else p.mask_program.key,
+        scores=None if p.score_program is None else p.score_program.key,
+        cap=None if p.score_program is None else p.softcap,
     )
 
 
@@ -137,7 +200,8 @@ def _with_a_key(p: Problem) -> Problem:
     """No key anywhere: the same problem over one key that no sequence uses, since TMA cannot describe an empty tensor."""
     new = lambda t: t.new_zeros((*t.shape[:-3], 1, *t.shape[-2:]))
     used = p.seqused_k if p.packed else torch.zeros(p.batch, dtype=torch.int32, device=p.q.device)
-    return dataclasses.replace(p, k=new(p.k), v=new(p.v), seqused_k=used)
+    changes = {"mask": Full(), "score": None, "mask_program": None, "score_program": None}  # nothing to apply them to
+    return dataclasses.replace(p, k=new(p.k), v=new(p.v), seqused_k=used, **changes)
 
 
 def for_tma(t: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn3.backends.hopper import compile, config, environment
-from attn3.backends.hopper.config import BackwardFeatures
-from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, for_tma
+from attn3.backends.hopper import compile, config, environment, maps
+from attn3.backends.hopper.config import BackwardFeatures, Programs
+from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, captured, for_tma
+from attn3.errors import Unsupported
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -23,6 +24,8 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
     if q.numel() == 0 or out.numel() == 0 or k.shape[-3] == 0:
         dsinks = None if p.sinks is None else _of_rows_without_keys(p, dlse)
         return torch.zeros_like(q, memory_format=torch.contiguous_format), *(t.new_zeros(t.shape) for t in (k, v)), dsinks
+    if deterministic and p.mask_program is not None:
+        raise Unsupported(f"gradients that repeat bitwise are not supported under {p.mask!r} on the GPU; pass deterministic=False")
     features = features_of(p, dlse is not None, deterministic)
     row = config.choose_backward(features)
     block_rows = row.tile.block_queries
@@ -33,7 +36,9 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
     counter = q.new_empty(1, dtype=torch.int32)
     turns = q.new_empty((p.heads, tiles), dtype=torch.int32) if deterministic else None
     left, right = p.window
-    if p.softcap is None:
+    if p.score_program is not None:
+        c, inner = LOG2_E, p.scale if p.softcap is None else p.scale / p.softcap
+    elif p.softcap is None:
         c, inner = p.scale * LOG2_E, 0.0
         if abs(c) < SMALLEST_SCALE:
             c = math.copysign(SMALLEST_SCALE, c)
@@ -44,10 +49,15 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
         per_head = k.shape[1] * (p.heads // p.kv_heads * (6 * p.head_dim + 2 * p.head_dim_v) + 2 * (p.head_dim + p.head_dim_v))
         section = max(1, L2_BYTES // per_head)
     vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))
+    block_map = None
+    if p.mask_program is not None:
+        found = p.mask_program.block_map_by_key(p, row.tile.block_keys, block_rows)
+        block_map = maps.rows_of(found, p.batch, p.heads, never_empty=False)
     with torch.cuda.device(q.device):
-        compile.kernel(features)(
+        compile.kernel(features, Programs(p.mask_program, p.score_program))(
             for_tma(q), for_tma(k), for_tma(v), for_tma(out), for_tma(dout.to(q.dtype)),
             lse, None if dlse is None else dlse.float(), dq, dk, dv, stats, work, counter, turns, *vectors,
+            block_map, captured(p.mask_program, q.device), captured(p.score_program, q.device),
             c, inner, p.scale, left or 0, right or 0, section, environment.processors(q.device.index),
         )  # fmt: skip
     return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows)
@@ -67,6 +77,9 @@ def features_of(p: Problem, dlse: bool = False, deterministic: bool = False) -> 
         seqused_k=p.seqused_k is not None,
         dlse=dlse,
         deterministic=deterministic,
+        mask=None if p.mask_program is None else p.mask_program.key,
+        scores=None if p.score_program is None else p.score_program.key,
+        cap=None if p.score_program is None else p.softcap,
     )
 
 

@@ -25,10 +25,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config import BackwardFeatures, BackwardTile
+from attn3.backends.hopper.config import BackwardFeatures, BackwardTile, Programs
 from attn3.backends.hopper.kernels import delta
 from attn3.backends.hopper.kernels.forward import DTYPES
-from attn3.backends.hopper.parts import schedule, score
+from attn3.backends.hopper.parts import mask, schedule, score, walk
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
 from attn3.masks import seeing_rows, visit_queries
 
@@ -79,6 +79,10 @@ class Place(NamedTuple):
     key_length: Any
     left: Any
     right: Any
+    batch: Any = None  # what programs ask for, None without them
+    query_length: Any = None
+    captured: Any = None  # tensors, by the mask program and by the score program
+    captured_by_scores: Any = None
 
 
 class Grid(NamedTuple):
@@ -115,8 +119,12 @@ class Tile(NamedTuple):
 
 
 class BackwardKernel:
-    def __init__(self, features: BackwardFeatures, tile: BackwardTile, tile_dim: int, tile_dim_v: int):
+    def __init__(self, features: BackwardFeatures, tile: BackwardTile, tile_dim: int, tile_dim_v: int, programs: Programs):
+        """programs: those whose keys are in ``features``, to be traced."""
         tile.check(tile_dim, tile_dim_v)
+        assert [p is None for p in programs] == [features.mask is None, features.scores is None], features
+        self.visible = None if programs.mask is None else programs.mask.visible
+        self.score_program, self.listed = programs.score, self.visible is not None
         self.features, self.tile = features, tile
         self.dtype = DTYPES[features.dtype]
         self.d, self.dv = tile_dim, tile_dim_v
@@ -132,7 +140,9 @@ class BackwardKernel:
         self.dq_by_rows = self.units == 2
         self.dq_columns = self.d if self.dq_by_rows else self.d // 2
         self.deterministic = features.deterministic
-        self.rotates = tile.rotate and not (self.left or self.right or self.deterministic)
+        self.programs = self.listed or self.score_program is not None
+        assert not (self.programs and self.used) and not (self.listed and (self.left or self.right or self.deterministic)), features
+        self.rotates = tile.rotate and not (self.left or self.right or self.deterministic or self.listed)
         self.turn_threads = 32 if self.deterministic else 0
 
     # ------------------------------------------------------------------------------------------------------------ host
@@ -157,6 +167,9 @@ class BackwardKernel:
         cu_k: cute.Tensor | None,
         used_q: cute.Tensor | None,
         used_k: cute.Tensor | None,
+        block_map: cute.Tensor | None,  # (batch, heads, tiles of keys, words) int32: see maps.py
+        captured: tuple | None,  # tensors, by the mask program and by the score program
+        captured_by_scores: tuple | None,
         c: Float32,  # factor of the scores in the exponent, log2(e) included; not 0
         inner: Float32,  # softcap: S <- tanh(inner S)
         scale: Float32,  # factor of dQ and dK
@@ -202,9 +215,9 @@ class BackwardKernel:
         tma_k, gK = tma(gK, layouts["k"], self.d)
         tma_v, gV = tma(gV, layouts["v"], self.dv)
         self.main(
-            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, mma_s, mma_v,
-            mma_k, mma_q, c, inner, scale, left, right, section, key_tiles, slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads,
-            heads // kv_heads, tiles,
+            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
+            captured, captured_by_scores, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, section, key_tiles, slots,
+            cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
@@ -237,7 +250,8 @@ class BackwardKernel:
         self,
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_do: cute.CopyAtom, gdO: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
         tma_v: cute.CopyAtom, gV: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, stats: cute.Tensor, work: cute.Tensor,
-        counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans,
+        counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
+        captured: tuple | None, captured_by_scores: tuple | None,
         mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
         c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, section: Int32,
         key_tiles: Int32, slots: Int32, kv_heads_div: cute.FastDivmodDivisorV2, kv_heads: Int32, group: Int32, tiles: Int32,
@@ -256,6 +270,7 @@ class BackwardKernel:
         bars_q = smem.allocate_array(Int64, 2 * self.stages_q)
         bars_do = smem.allocate_array(Int64, 2 * self.stages_do)
         ring = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # tiles, producer -> everybody
+        steps = smem.allocate_tensor(Int32, cute.make_layout((2, self.stages_q)), 16) if const_expr(self.programs) else None
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.bm, self.stages_q)), 128)
         alloc = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, swizzle=l.inner)
         sK, sV, sQ, sdO = (alloc(layouts[name]) for name in ("k", "v", "q", "do"))
@@ -294,21 +309,33 @@ class BackwardKernel:
                 while t < n_tiles:
                     at = self.locate(t, grid)
                     span, count = at.span, at.end - at.begin
+                    taken = Int32(0) if const_expr(self.listed) else None
                     for g in cutlass.range(group, unroll=1):
                         head = at.kv_head * group + g
                         tQs, tQg = self.rows_of(tma_q, sQ, gQ, span.first_row, head, span.batch, self.d)
                         tdOs, tdOg = self.rows_of(tma_do, sdO, gdO, span.first_row, head, span.batch, self.dv)
+                        row_of_map, blocks, walked = self.start_walk(block_map, at, head)
+                        if const_expr(self.listed):
+                            count = blocks.end
                         for j in cutlass.range(count, unroll=1):
                             m = at.start + j
                             m = m - count if m >= at.end else m
-                            pipe_q.producer_acquire(qs)
+                            masked = None
+                            if const_expr(self.listed):
+                                m, walked = walk.step(row_of_map, walked)
+                                masked = j < blocks.full_begin
+                            if const_expr(self.programs):
+                                self.acquire_and_tell(pipe_q, qs, steps, g, m, masked)
+                            else:
+                                pipe_q.producer_acquire(qs)
                             bar = pipe_q.producer_get_barrier(qs)
                             for u in cutlass.range_constexpr(self.units):
                                 slot = qs.index * self.units + u
                                 cute.copy(tma_q, tQg[None, m * self.units + u], tQs[None, slot], tma_bar_ptr=bar)
                             with cute.arch.elect_one():
                                 cute.copy(bulk, stats[head, span.first_tile + m, None], sStat[None, qs.index], mbar_ptr=bar)
-                            if (g == 0) & (j == 0):  # behind the first Q: that may come while the last tile still has K and V
+                            first_one = (g == 0) & (j == 0) if const_expr(not self.listed) else taken == 0
+                            if first_one:  # behind the first Q: that may come while the last tile still has K and V
                                 first_key = span.first_key + at.n * self.bn
                                 tKs, tKg = self.rows_of(tma_k, sK, gK, first_key, at.kv_head, span.batch, self.d)
                                 tVs, tVg = self.rows_of(tma_v, sV, gV, first_key, at.kv_head, span.batch, self.dv)
@@ -325,7 +352,10 @@ class BackwardKernel:
                                 cute.copy(tma_do, tdOg[None, m * self.units + u], tdOs[None, slot], tma_bar_ptr=bar)
                             qs.advance()
                             dos.advance()
-                    loaded += 1 if count > 0 else 0
+                            if const_expr(self.listed):
+                                taken += 1
+                    any_at_all = count if const_expr(not self.listed) else taken
+                    loaded += 1 if any_at_all > 0 else 0
                     nxt = Int32(0)
                     if cute.arch.lane_idx() == 0:
                         nxt = gdim + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
@@ -358,11 +388,17 @@ class BackwardKernel:
                 if const_expr(self.by_keys):
                     key = key + w * 64
                 place = Place(key, column, span.key_length - span.query_length, span.key_length, *bounds)
+                if const_expr(self.programs):
+                    place = place._replace(
+                        batch=span.batch, query_length=span.query_length, captured=captured, captured_by_scores=captured_by_scores
+                    )
                 views.dK.fill(0.0)
                 views.dV.fill(0.0)
                 pipes = Pipes(pipe_q, pipe_do)
                 # all query heads of the group in one walk: m, and where this tile's dQ and turn lie
                 total = group * (end - begin)
+                if const_expr(self.listed):
+                    total = self.count_of(block_map, at, group)
                 tile_bytes = Int64(4 * self.bm * self.d)
                 first = at.kv_head * group * tiles + span.first_tile + begin
                 out = work.iterator.toint() + Int64(first - 1) * tile_bytes + Int64(tid * 16)  # of the tile before the first one
@@ -385,6 +421,10 @@ class BackwardKernel:
                     issue(mma_s, S, views.rK, views.rQ[None, None, None, qs.index * self.units], True)
                     warpgroup.wait_group(0)
                 for i in cutlass.range(total, unroll=1):
+                    now, masked, head = self.told(steps, qs.index, m, at, group)
+                    here = None
+                    if const_expr(self.listed):
+                        here = work.iterator.toint() + Int64(head * tiles + span.first_tile + now) * tile_bytes + Int64(tid * 16)
                     wraps = m + 1 == end
                     m_next = begin if wraps else m + 1
                     ahead = m
@@ -393,20 +433,21 @@ class BackwardKernel:
                         ahead = m_next
                     pipe_do.consumer_wait(dos)
                     self.clear_rows(sdO, dos.index, m, at, tid)
-                    masked = (m < at.full_begin) | (m >= at.full_end)
+                    if const_expr(not self.listed):
+                        masked = (m < at.full_begin) | (m >= at.full_end)
                     if const_expr(not self.by_keys):
-                        out, turn = self.advance(out, turn, step, tile_bytes)
+                        out, turn = self.advance(out, turn, step, tile_bytes, here)
                         self.unit_by_columns(
-                            views, S, masked, place, m * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at, tid, out,
-                            turn,
+                            views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at,
+                            tid, out, turn,
                         )  # fmt: skip
                     else:  # dQ is one tile behind
                         for u in cutlass.range_constexpr(self.units):
                             self.unit_by_keys(
-                                u, views, S, masked, place, m * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt, dos,
-                                ahead, at, tid, i, out, turn,
+                                u, views, S, masked, place, head, now * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt,
+                                dos, ahead, at, tid, i, out, turn,
                             )  # fmt: skip
-                        out, turn = self.advance(out, turn, step, tile_bytes)
+                        out, turn = self.advance(out, turn, step, tile_bytes, here)
                     if const_expr(self.rotates):
                         done += 1
                         step = 1 - (end - begin) if wraps else Int32(1)
@@ -441,10 +482,51 @@ class BackwardKernel:
                 it += 1
 
     @cute.jit
-    def advance(self, out, turn, step, tile_bytes):
+    def advance(self, out, turn, step, tile_bytes, here):
+        """To the tile ``step`` further on; under a mask program to ``here``."""
+        if const_expr(self.listed):
+            return here, turn
         if const_expr(turn is not None):
             turn += Int64(step) * 4
         return out + Int64(step) * tile_bytes, turn
+
+    @cute.jit
+    def acquire_and_tell(self, pipe, state, steps, g, m, masked):
+        """``producer_acquire``; whoever waits for the stage also sees what is written here."""
+        pipe.sync_object_empty.wait(state.index, state.phase)
+        with cute.arch.elect_one():
+            if const_expr(masked is not None):
+                steps[0, state.index] = 2 * m + (1 if masked else 0)
+            steps[1, state.index] = g
+            cute.arch.mbarrier_arrive_and_expect_tx(pipe.producer_get_barrier(state), self.bm * self.d * 2 + 2 * self.bm * 4)
+
+    @cute.jit
+    def start_walk(self, block_map, tile, head):
+        """(the map's row for a tile of keys and a query head, the blocks by position, the walk before the first one)"""
+        if const_expr(not self.listed):
+            return None, None, None
+        row = block_map[tile.span.batch, head, tile.n, None]
+        blocks = walk.blocks_of(row)
+        return row, blocks, walk.start(row, blocks.full_begin)
+
+    @cute.jit
+    def told(self, steps, stage, m, tile: Tile, group):
+        """(tile of queries, masked, query head) of a stage, from the loader's words beside it; without programs m alone"""
+        if const_expr(not self.programs):
+            return m, None, None
+        head = tile.kv_head * group + steps[1, stage]
+        if const_expr(not self.listed):
+            return m, None, head
+        word = steps[0, stage]
+        return word >> 1, word & 1 != 0, head
+
+    @cute.jit
+    def count_of(self, block_map, tile, group):
+        """tiles of queries that see a tile of keys, of all heads of the group"""
+        total = Int32(0)
+        for g in cutlass.range(group, unroll=1):
+            total += block_map[tile.span.batch, tile.kv_head * group + g, tile.n, 1]
+        return cute.arch.make_warp_uniform(total)
 
     @cute.jit
     def next_tile(self, ring, t_full, t_empty, it):
@@ -520,8 +602,8 @@ class BackwardKernel:
     # ------------------------------------------------------------------------------------------------------ one unit of 64
     @cute.jit
     def unit_by_keys(
-        self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt,
-        dos, m_next, tile: Tile, tid, i, out, turn,
+        self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes,
+        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn,
     ):  # fmt: skip
         """64 queries: their S' is in registers on entry, that of the next 64 on exit. dQ is one tile behind, so that nobody waits
         for the other warpgroup's dS.
@@ -533,15 +615,17 @@ class BackwardKernel:
         stat = sStat.iterator + (qs.index * 2 * self.bm + u * UNIT + place.column)
         slot_do, slot_q = dos.index * self.units + u, qs.index * self.units + u
         issue(views.mma_s, dP, views.rV, views.rdO[None, None, None, slot_do], True)
+        bits = self.look(S_mn, masked, place, head, first_row)
+        slope = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
         if masked:
-            self.hide(S_mn, place, first_row)
+            self.hide(S_mn, bits, place, first_row)
         pack(S, P16)
         issue(views.mma_v, views.dV, as_a_operand(P16), views.rdOt[None, None, None, slot_do], False)
         if const_expr(self.deterministic and first):
             self.turn_done()
         warpgroup.wait_group(1)  # dP; dV is still running
-        self.slopes(S_mn, dP_mn, stat + self.bm, inner, c)
+        self.slopes(S_mn, dP_mn, stat + self.bm, slope, c)
         pack(dP, dS16)
         if const_expr(first):
             # the other one's dS of the tile before
@@ -578,7 +662,7 @@ class BackwardKernel:
 
     @cute.jit
     def unit_by_columns(
-        self, views: Views, S, masked, place: Place, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt, dos, m_next,
+        self, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt, dos, m_next,
         tile: Tile, tid, out, turn,
     ):  # fmt: skip
         """The same; each warpgroup needs what the other one has computed of P and dS."""
@@ -587,15 +671,17 @@ class BackwardKernel:
         S_mn, dP_mn = rows_view(S), rows_view(dP)
         stat = sStat.iterator + (qs.index * 2 * self.bm + place.column)
         issue(views.mma_s, dP, views.rV, views.rdO[None, None, None, dos.index], True)
+        bits = self.look(S_mn, masked, place, head, first_row)
+        slope = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
         if masked:
-            self.hide(S_mn, place, first_row)
+            self.hide(S_mn, bits, place, first_row)
         pack(S, P16)
         cute.copy(views.to_smem, views.to_smem.retile(P16), views.P_dst[None, None, None, qs.index])
         if const_expr(self.deterministic):
             self.turn_done()
         warpgroup.wait_group(0)  # dP
-        self.slopes(S_mn, dP_mn, stat + self.bm, inner, c)
+        self.slopes(S_mn, dP_mn, stat + self.bm, slope, c)
         pack(dP, dS16)
         cute.copy(views.to_smem, views.to_smem.retile(dS16), views.dS_dst[None, None, None, qs.index])
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -632,7 +718,7 @@ class BackwardKernel:
     @cute.jit
     def probabilities(self, S_mn, stat, c, inner):
         """S <- P = 2^(c S - lse); with a softcap S <- tanh(inner S) first"""
-        if const_expr(self.features.softcap):
+        if const_expr(self.features.softcap and self.score_program is None):
             score.softcap(S_mn, inner)
         pair = cute.make_rmem_tensor(2, Float32)
         for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1]) // 2):
@@ -642,8 +728,42 @@ class BackwardKernel:
                     S_mn[r, 2 * j + i] = cute.math.exp2(S_mn[r, 2 * j + i] * c - pair[i], fastmath=True)
 
     @cute.jit
-    def hide(self, P_mn, at: Place, first_row):
+    def look(self, S_mn, masked, at: Place, head, first_row):
+        """What a mask program says, asked while dP' is computed."""
+        if const_expr(not self.listed):
+            return None
+        bits = cute.make_rmem_tensor(2, Int32)
+        if masked:
+            here = mask.Rectangle(at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True)
+            mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, at.captured)
+        return bits
+
+    @cute.jit
+    def change(self, S_mn, at: Place, head, first_row, inner):
+        """S <- the score that a score program makes of it. Returns the slope of each, None where all are 1."""
+        if const_expr(self.score_program is None):
+            return None
+        slope = None
+        if const_expr(self.features.softcap):
+            slope = cute.make_rmem_tensor_like(S_mn)
+            score.softcap(S_mn, inner)
+            for r in cutlass.range_constexpr(2):
+                for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+                    slope[r, j] = 1.0 - S_mn[r, j] * S_mn[r, j]
+        scale = inner if const_expr(self.features.cap is None) else self.features.cap
+        here = mask.Rectangle(at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True)
+        return score.apply_program_and_slope(S_mn, slope, here, scale, self.score_program, at.captured_by_scores)
+
+    @cute.jit
+    def hide(self, P_mn, bits, at: Place, first_row):
         """P <- 0 where the query may not see the key"""
+        if const_expr(self.listed):
+            mask.apply_bits(P_mn, bits, 0.0)
+        else:
+            self.hide_outside(P_mn, at, first_row)
+
+    @cute.jit
+    def hide_outside(self, P_mn, at: Place, first_row):
         for r in cutlass.range_constexpr(2):
             key = at.key + 8 * r
             begin, end = Int32(0), Int32(UNIT)
@@ -660,19 +780,21 @@ class BackwardKernel:
                     P_mn[r, j] = P_mn[r, j] if q >= begin else Float32(0.0)
 
     @cute.jit
-    def slopes(self, P_mn, dP_mn, stat, inner, c):
-        """dP <- dS = P (dP - delta), times the softcap's derivative"""
+    def slopes(self, P_mn, dP_mn, stat, slope, c):
+        """dP <- dS = P (dP - delta), times the derivative of the softcap or, in ``slope``, of a score program"""
         pair = cute.make_rmem_tensor(2, Float32)
         lse = cute.make_rmem_tensor(2, Float32)
         for j in cutlass.range_constexpr(cute.size(P_mn, mode=[1]) // 2):
             cute.autovec_copy(cute.make_tensor((stat + 8 * j).align(8), cute.make_layout(2)), pair)
-            if const_expr(self.features.softcap):
+            if const_expr(self.features.softcap and slope is None):
                 cute.autovec_copy(cute.make_tensor((stat - self.bm + 8 * j).align(8), cute.make_layout(2)), lse)
             for r in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
                     p = P_mn[r, 2 * j + i]
                     ds = p * (dP_mn[r, 2 * j + i] - pair[i])
-                    if const_expr(self.features.softcap):  # tanh from P: it would cost as many registers as S to keep it
+                    if const_expr(slope is not None):
+                        ds = ds * slope[r, 2 * j + i] if p > 0.0 else Float32(0.0)
+                    elif const_expr(self.features.softcap):  # tanh from P: it would cost as many registers as S to keep it
                         tanh = (cute.math.log2(p, fastmath=True) + lse[i]) / c
                         ds = ds * (1.0 - tanh * tanh) if p > 0.0 else Float32(0.0)
                     dP_mn[r, 2 * j + i] = ds

@@ -21,8 +21,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config import REGISTERS, Features, Tile
-from attn3.backends.hopper.parts import mask, schedule, score, softmax
+from attn3.backends.hopper.config import REGISTERS, Features, Programs, Tile
+from attn3.backends.hopper.parts import mask, schedule, score, softmax, walk
 from attn3.backends.hopper.parts.epilogue import store_rows
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
 from attn3.backends.hopper.parts.schedule import NO_TILE, TICKET, Sequences, Work
@@ -45,6 +45,10 @@ class Place(NamedTuple):
     key_length: Any
     left: Any  # window bounds, None where there is none
     right: Any
+    batch: Any = None  # what programs ask for, None without them
+    head: Any = None
+    row_of_map: Any = None  # under a mask program: the tile's blocks, and how many of them come with the mask, first
+    masked: Any = None
 
 
 class Operands(NamedTuple):
@@ -55,6 +59,13 @@ class Operands(NamedTuple):
     rK: Any
     P: Any  # 16-bit, accumulator order
     rP: Any  # the same registers as the A operand
+
+
+class Lists(NamedTuple):
+    """Where the list of a tile's blocks comes from."""
+
+    bounds: Any  # of a window
+    block_map: Any  # of a mask program, else None
 
 
 class Rings(NamedTuple):
@@ -95,22 +106,30 @@ class Consumer(NamedTuple):
     rings: Rings
     c: Any
     inner: Any
+    of_mask: Any  # tensors that programs have captured
+    of_scores: Any
 
 
 class ForwardKernel:
-    def __init__(self, features: Features, tile: Tile, tile_dim: int, tile_dim_v: int):
+    def __init__(self, features: Features, tile: Tile, tile_dim: int, tile_dim_v: int, programs: Programs):
+        """programs: those whose keys are in ``features``, to be traced."""
         tile.check(tile_dim, tile_dim_v)
+        assert [p is None for p in programs] == [features.mask is None, features.scores is None], features
         self.features, self.tile = features, tile
+        self.visible = None if programs.mask is None else programs.mask.visible
+        self.apply = None if programs.score is None else programs.score.apply
         self.dtype = DTYPES[features.dtype]
         self.d, self.dv = tile_dim, tile_dim_v  # padded: TMA fills with zeros, and clips stores
         self.head_dim_v = features.head_dim_v
         self.wgs, self.bn, self.bm = tile.warpgroups, tile.block_keys, ROWS * tile.warpgroups
         self.left, self.right = features.left, features.right
         self.packed = features.packed
+        self.listed, self.programs = self.visible is not None, self.visible is not None or self.apply is not None
         self.half = self.right and self.bn == 128  # a warpgroup's last block may be half as wide
         self.used = self.packed or features.seqused_q or features.seqused_k
         self.scrub = self.used or self.left  # V's rows outside what is visible may hold NaN: zero them
         self.start = softmax.start_of(self.dtype)
+        assert not (self.programs and self.used) and not (self.listed and (self.left or self.right)), features
         self.redos = 4 if self.packed else 16  # tiles that a warpgroup may mark to be done again
 
     # ------------------------------------------------------------------------------------------------------------ host
@@ -128,6 +147,9 @@ class ForwardKernel:
         used_q: cute.Tensor | None,
         used_k: cute.Tensor | None,
         sinks: cute.Tensor | None,
+        block_map: cute.Tensor | None,  # (batch, heads, tiles, words) int32: see maps.py
+        captured: tuple | None,  # tensors, by the mask program and by the score program
+        captured_by_scores: tuple | None,
         c: Float32,  # factor of the scores in the exponent, log2(e) included, positive
         inner: Float32,  # softcap: see parts/score.py
         left: Int32,
@@ -169,7 +191,8 @@ class ForwardKernel:
             heads_x_batch = heads * mQ.shape[3]
             n_tiles = m_blocks * heads_x_batch
         self.kernel(
-            tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, mO, mLSE, counters, cu_q, cu_k, used_q, used_k, sinks,
+            tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, mO, mLSE, counters, cu_q, cu_k, used_q, used_k, sinks, block_map, captured,
+            captured_by_scores,
             mma_qk, mma_half, mma_pv, sQ_l, sO_l, sK_l, sV_l, mQ.shape[0], mK.shape[0], c, inner, left, right,
             n_tiles, m_blocks, heads_x_batch, section, cute.FastDivmodDivisorV2(heads), heads, group,
         ).launch(grid=[ctas, 1, 1], block=[(1 + self.wgs) * WG, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
@@ -181,7 +204,8 @@ class ForwardKernel:
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor, tma_v: cute.CopyAtom, gV: cute.Tensor,
         tma_o: cute.CopyAtom, gO: cute.Tensor, mO: cute.Tensor, mLSE: cute.Tensor | None, counters: cute.Tensor,
         cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, used_q: cute.Tensor | None, used_k: cute.Tensor | None,
-        sinks: cute.Tensor | None,
+        sinks: cute.Tensor | None, block_map: cute.Tensor | None, captured: tuple | None,
+        captured_by_scores: tuple | None,
         mma_qk: cute.TiledMma, mma_half: cute.TiledMma, mma_pv: cute.TiledMma,
         sQ_l: cute.ComposedLayout, sO_l: cute.ComposedLayout, sK_l: cute.ComposedLayout, sV_l: cute.ComposedLayout,
         seqlen_q: Int32, seqlen_k: Int32, c: Float32, inner: Float32, left: Int32, right: Int32,
@@ -193,6 +217,7 @@ class ForwardKernel:
         wg = cute.arch.make_warp_uniform(tidx // WG)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
         shape = (m_blocks, heads_x_batch, section, heads, seqlen_q, seqlen_k, used_q, used_k)
+        lists = Lists(bounds, block_map)
 
         smem = cutlass.memory.SmemAllocator()
         q_full, q_empty = smem.allocate_array(Int64, self.wgs), smem.allocate_array(Int64, self.wgs)
@@ -250,13 +275,15 @@ class ForwardKernel:
                 vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages_v)
                 while t < n_tiles:
                     work = self.work(t, ticket, *shape)
-                    blocks = self.blocks(work, work.m * self.bm, self.bm, bounds)
+                    blocks = self.blocks(work, work.m * self.bm, self.bm, lists)
+                    row_of_map = self.row_of_map(work, lists)
                     kv_head = work.head // group
                     tQs, tQg = self.q_tiles(tma_q, sQ, gQ, work, work.m * self.bm)
                     tKs, tKg = self.tiles_of(tma_k, sK, gK, work.first_key, kv_head, work.batch, (self.bn, self.d), False)
                     tVs, tVg = self.tiles_of(tma_v, sV, gV, work.first_key, kv_head, work.batch, (self.dv, self.bn), True)
+                    last, walked = self.first_block(blocks, row_of_map)
                     pipe_k.producer_acquire(ks)
-                    cute.copy(tma_k, tKg[None, blocks.begin], tKs[None, ks.index], tma_bar_ptr=pipe_k.producer_get_barrier(ks))
+                    cute.copy(tma_k, tKg[None, last], tKs[None, ks.index], tma_bar_ptr=pipe_k.producer_get_barrier(ks))
                     ks.advance()
                     for i in cutlass.range_constexpr(self.wgs):
                         cute.arch.mbarrier_wait(q_empty + i, (it & 1) ^ 1)
@@ -264,10 +291,15 @@ class ForwardKernel:
                             cute.arch.mbarrier_arrive_and_expect_tx(q_full + i, ROWS * self.d * 2)
                         cute.copy(tma_q, tQg[None, i], tQs[None, i], tma_bar_ptr=q_full + i)
                     for n in cutlass.range(blocks.begin + 1, blocks.end, unroll=1):
+                        key_block, before = n, n - 1
+                        if const_expr(self.listed):
+                            before = last
+                            key_block, walked = walk.step(row_of_map, walked)
+                            last = key_block
                         pipe_k.producer_acquire(ks)
-                        cute.copy(tma_k, tKg[None, n], tKs[None, ks.index], tma_bar_ptr=pipe_k.producer_get_barrier(ks))
+                        cute.copy(tma_k, tKg[None, key_block], tKs[None, ks.index], tma_bar_ptr=pipe_k.producer_get_barrier(ks))
                         pipe_v.producer_acquire(vs)
-                        cute.copy(tma_v, tVg[None, n - 1], tVs[None, vs.index], tma_bar_ptr=pipe_v.producer_get_barrier(vs))
+                        cute.copy(tma_v, tVg[None, before], tVs[None, vs.index], tma_bar_ptr=pipe_v.producer_get_barrier(vs))
                         ks.advance()
                         vs.advance()
                     # the next tile: taken as late as the latency allows, so that long tiles do not hoard work
@@ -276,7 +308,8 @@ class ForwardKernel:
                         if cute.arch.lane_idx() == 0:
                             nxt = gdim + cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
                     pipe_v.producer_acquire(vs)
-                    cute.copy(tma_v, tVg[None, blocks.end - 1], tVs[None, vs.index], tma_bar_ptr=pipe_v.producer_get_barrier(vs))
+                    last = last if const_expr(self.listed) else blocks.end - 1
+                    cute.copy(tma_v, tVg[None, last], tVs[None, vs.index], tma_bar_ptr=pipe_v.producer_get_barrier(vs))
                     vs.advance()
                     t = cute.arch.shuffle_sync(nxt, 0)
                     if redo == 0:
@@ -324,7 +357,7 @@ class ForwardKernel:
                 r2s = cute.make_tiled_copy_C(sm90.get_smem_store_op(ROW, self.dtype, Float32), mma_pv)
                 out = Output(mO, tma_o, gO, sO, r2s, r2s.get_slice(ctid).partition_D(sO[None, None, w]))
             rings = Rings(pipe_k, pipe_v)
-            me = Consumer(w, rows, O, mma_pv, whole.rP, rV, rings, c, inner)
+            me = Consumer(w, rows, O, mma_pv, whole.rP, rV, rings, c, inner, captured, captured_by_scores)
             ks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_k)
             vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_v)
             exact, marked = Boolean(False), Int32(0)
@@ -333,11 +366,11 @@ class ForwardKernel:
                 t = ticket[0]
 
             if t < n_tiles:
-                _work, next_at, next_everyone, next_blocks = self.assigned(t, ticket, shape, place, bounds)
+                _work, next_at, next_everyone, next_blocks = self.assigned(t, ticket, shape, place, lists)
                 ks, vs, S = self.first_products(it, next_everyone, next_blocks, whole, q_slot, me, ks, vs)
                 ks = self.first_softmax(S, next_at, next_blocks, whole, me, ks)
             while t < n_tiles:  # P of the first block is there
-                work, at, everyone, blocks = self.assigned(t, ticket, shape, place, bounds)
+                work, at, everyone, blocks = self.assigned(t, ticket, shape, place, lists)
                 end, half = blocks.end, Boolean(False)
                 if const_expr(self.half):  # does the last block show columns of its first half only?
                     last_row = cutlass.min(work.m * self.bm + w * ROWS + ROWS - 1, work.query_length - 1)
@@ -348,24 +381,31 @@ class ForwardKernel:
                     end = end - 1 if half else end
                 O.fill(0.0)
                 begin = Int32(blocks.begin + 1)
+                _first, walked = self.first_block(blocks, at.row_of_map)
+                if const_expr(self.listed):  # as far as every row has met a key, or to the end
+                    begin = cute.arch.make_warp_uniform(blocks.end if exact else blocks.seen)
+                    ks, vs, walked = self.online_blocks(blocks.begin + 1, begin, True, whole, me, ks, vs, at, walked)
                 if const_expr(self.left):  # until every row has met a key that it sees
                     if blocks.begin * self.bn < at.key_length - at.query_length - left:
                         pipe_v.consumer_wait(vs)
                         self.scrub_v(sV, vs.index, blocks.begin, at, w)
-                    ks, vs = self.online_blocks(begin, blocks.seen, True, whole, me, ks, vs, at)
+                    ks, vs, _w = self.online_blocks(begin, blocks.seen, True, whole, me, ks, vs, at)
                     begin = blocks.seen
                 softmax.freeze(rows, c, self.start)
                 full_end = cutlass.min(cutlass.max(blocks.full_end, begin), end)
 
-                if not exact:
+                if const_expr(self.listed):  # none when exact
+                    ks, vs = self.frozen_blocks(begin, end, False, whole, me, ks, vs, at, walked)
+                elif not exact:
                     ks, vs = self.frozen_blocks(begin, full_end, False, whole, me, ks, vs, at)
                     ks, vs = self.frozen_blocks(full_end, end, True, whole, me, ks, vs, at)
                     if const_expr(self.half):
                         if half:
                             ks, vs = self.frozen_blocks(end, end + 1, True, narrow, me, ks, vs, at)
                 else:
-                    ks, vs = self.online_blocks(begin, full_end, False, whole, me, ks, vs, at)
-                    ks, vs = self.online_blocks(full_end, blocks.end, True, whole, me, ks, vs, at)  # the last block at full width
+                    ks, vs, _w = self.online_blocks(begin, full_end, False, whole, me, ks, vs, at)
+                    # the last block at full width
+                    ks, vs, _w = self.online_blocks(full_end, blocks.end, True, whole, me, ks, vs, at)
                     softmax.freeze(rows, c, self.start)
                 if const_expr(not self.tile.q_in_registers):  # Q was read for the last time
                     with cute.arch.elect_one():
@@ -390,6 +430,8 @@ class ForwardKernel:
                         row, at.query_length, at.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max
                     )
                     dead = (key_end <= key) | (row >= at.query_length)
+                    if const_expr(self.programs):  # a row may turn out to see no key, once no block was left to the frozen loop
+                        dead = dead | (softmax.saw_nothing(rows, r) & (begin == end if const_expr(self.listed) else exact))
                     row_bad, lse = softmax.finish(rows, r, dead, sink, self.start)
                     bad = bad | row_bad
                     if const_expr(sink is not None):  # rows out of use have no sink either
@@ -412,7 +454,7 @@ class ForwardKernel:
                 vs.advance()
                 for r in cutlass.range_constexpr(2):
                     O_mn[r, None].store(O_mn[r, None].load() * rows.scale[r])
-                    if const_expr(self.used):  # O of a dead row may be NaN (its Q may be anything), and 0 * NaN is NaN
+                    if const_expr(self.used or self.programs):  # O of a dead row may be NaN (Q may be anything), and 0 * NaN is NaN
                         if rows.scale[r] == 0.0:
                             O_mn[r, None].fill(0.0)
                 rO = cute.make_rmem_tensor_like(O, self.dtype)
@@ -439,7 +481,7 @@ class ForwardKernel:
                 t, redo = self.next_marked(t, redo, marks, ticket, n_tiles)
                 exact = exact | (redo > 0)
                 if t < n_tiles:  # this tile leaves under the next one's first product
-                    _work, next_at, next_everyone, next_blocks = self.assigned(t, ticket, shape, place, bounds)
+                    _work, next_at, next_everyone, next_blocks = self.assigned(t, ticket, shape, place, lists)
                     ks, vs, S = self.first_products(it, next_everyone, next_blocks, whole, q_slot, me, ks, vs)
                     self.store(out, rO, work, at.row, w, warp)
                     ks = self.first_softmax(S, next_at, next_blocks, whole, me, ks)
@@ -497,7 +539,7 @@ class ForwardKernel:
         return Work(m, head, batch, Int32(0), seqlen_q, query_length, Int32(0), key_length)
 
     @cute.jit
-    def assigned(self, t, ticket, shape, place, bounds):
+    def assigned(self, t, ticket, shape, place, lists: Lists):
         """Tile t as a consumer sees it: (work, this thread's place in it, the tile's blocks, its own rows' blocks).
 
         place: the warpgroup's first row in a tile, the thread's first row there, the thread's first column in a block.
@@ -505,22 +547,40 @@ class ForwardKernel:
         work = self.work(t, ticket, *shape)
         first_row, thread_row, thread_column = place
         row = work.m * self.bm
-        at = Place(row + thread_row, thread_column, work.query_length, work.key_length, *bounds)
-        everyone = self.blocks(work, row, self.bm, bounds)
+        at = Place(row + thread_row, thread_column, work.query_length, work.key_length, *lists.bounds)
+        everyone = self.blocks(work, row, self.bm, lists)
+        if const_expr(self.programs):
+            at = at._replace(batch=work.batch, head=work.head, row_of_map=self.row_of_map(work, lists), masked=everyone.full_begin)
         own = everyone
         if const_expr(self.left or self.right):
-            own = self.blocks(work, row + first_row, ROWS, bounds)
+            own = self.blocks(work, row + first_row, ROWS, lists)
         return work, at, everyone, own
 
     @cute.jit
-    def blocks(self, work: Work, first_row, rows: cutlass.Constexpr, bounds):
-        """the key blocks of ``rows`` query rows from ``first_row`` on"""
+    def blocks(self, work: Work, first_row, rows: cutlass.Constexpr, lists: Lists):
+        """the key blocks of ``rows`` query rows from ``first_row`` on; under a mask program positions in the walk over its map"""
+        if const_expr(self.listed):
+            return walk.blocks_of(self.row_of_map(work, lists))
+        bounds = lists.bounds
         found = visit(first_row, rows, self.bn, work.query_length, work.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max)
         if const_expr(self.left or self.right or self.used):
             one = Int32(found.begin + 1)
             end = one if first_row >= work.query_length else found.end  # rows out of use: one masked block
             found = found._replace(end=end)
         return found
+
+    @cute.jit
+    def row_of_map(self, work: Work, lists: Lists):
+        if const_expr(not self.listed):
+            return None
+        return lists.block_map[work.batch, work.head, work.m, None]
+
+    @cute.jit
+    def first_block(self, blocks, row_of_map):
+        """(the tile's first block, the walk behind it)"""
+        if const_expr(not self.listed):
+            return blocks.begin, None
+        return walk.step(row_of_map, walk.start(row_of_map, blocks.full_begin))
 
     @cute.jit
     def q_tiles(self, tma, sQ, gQ, work: Work, row):
@@ -642,19 +702,21 @@ class ForwardKernel:
         """P of the first block, relative to its rows' maxima."""
         me.rows.max.fill(mask.NEG_INF)
         me.rows.sum.fill(0.0)
+        S_mn = rows_view(S)
+        block, _walked = self.first_block(blocks, at.row_of_map)
+        bits = self.look(S_mn, blocks.begin, at, block, me)
         warpgroup.wait_group(0)
         me.rings.k.consumer_release(ks)
         ks.advance()
-        S_mn = rows_view(S)
-        self.scores(S_mn, me.inner)
+        self.scores(S_mn, at, block, me)
         if (blocks.begin < blocks.full_begin) | (blocks.begin >= blocks.full_end):
-            mask.apply(S_mn, at, blocks.begin * self.bn)
+            self.hide(S_mn, bits, at, block)
         softmax.online(S_mn, me.c, me.rows, self.start)
         pack(S, ops.P)
         return ks
 
     @cute.jit
-    def frozen_blocks(self, begin, end, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place):
+    def frozen_blocks(self, begin, end, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place, walked=None):
         """Blocks begin … end - 1 relative to the frozen reference.
 
         A warp whose vote says so leaves the inner loop, re-bases, and comes back to it. Inside the loop the re-base would be laid
@@ -666,7 +728,10 @@ class ForwardKernel:
         while n < end:
             grown = Boolean(False)
             while (n < end) & (not grown):
-                grown = self.frozen_step(n, masked, S, ops, me, ks, vs, at)
+                block = n
+                if const_expr(self.listed and self.apply is not None):  # else nobody asks which block it is
+                    block, walked = walk.step(at.row_of_map, walked)
+                grown = self.frozen_step(n, block, masked, S, ops, me, ks, vs, at)
                 ks.advance()
                 vs.advance()
                 n += 1
@@ -675,9 +740,9 @@ class ForwardKernel:
         return ks, vs
 
     @cute.jit
-    def frozen_step(self, n, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
+    def frozen_step(self, n, block, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
         """One block. True: the warp's rows must be re-based, with this S, before P is used."""
-        self.products(n, masked, S, ops, me, ks, vs, at)
+        self.products(n, block, masked, S, ops, me, ks, vs, at)
         sums, peaks = softmax.frozen(rows_view(S), me.c, me.rows)
         warpgroup.wait_group(0)  # PV done: O may be re-based and P overwritten
         me.rings.v.consumer_release(vs)
@@ -685,11 +750,14 @@ class ForwardKernel:
         return softmax.add_and_vote(me.rows, sums, peaks, self.start)
 
     @cute.jit
-    def online_blocks(self, begin, end, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place):
+    def online_blocks(self, begin, end, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place, walked=None):
         """Blocks begin … end - 1 with a running maximum."""
         for n in cutlass.range(begin, end, unroll=1):
             S = cute.make_rmem_tensor_like(ops.P, Float32)
-            self.products(n, masked, S, ops, me, ks, vs, at)
+            block = n
+            if const_expr(self.listed):
+                block, walked = walk.step(at.row_of_map, walked)
+            self.products(n, block, masked, S, ops, me, ks, vs, at)
             softmax.online(rows_view(S), me.c, me.rows, self.start)
             warpgroup.wait_group(0)  # PV done: O may be rescaled and P overwritten
             me.rings.v.consumer_release(vs)
@@ -699,21 +767,48 @@ class ForwardKernel:
             pack(S, ops.P)
             ks.advance()
             vs.advance()
-        return ks, vs
+        return ks, vs, walked
 
     @cute.jit
-    def products(self, n, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
-        """S = QK of block n. PV of block n - 1, whose P is in registers, was issued behind it and still runs on return."""
+    def products(self, n, block, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
+        """S = QK of the n-th block, which is number ``block``. PV of the one before, whose P is in registers, was issued behind it
+        and still runs on return.
+        """
         me.rings.k.consumer_wait(ks)
         issue(ops.mma_qk, S, self.q_of(ops, me.w, n), ops.rK[None, None, None, ks.index], True)
         me.rings.v.consumer_wait(vs)
         issue(me.mma_pv, me.O, me.rP, me.rV[None, None, None, vs.index], False)
+        S_mn = rows_view(S)
+        bits = self.look(S_mn, n, at, block, me) if const_expr(masked) else None
         warpgroup.wait_group(1)
         me.rings.k.consumer_release(ks)
-        S_mn = rows_view(S)
-        self.scores(S_mn, me.inner)
-        if const_expr(masked):
-            mask.apply(S_mn, at, n * self.bn)
+        self.scores(S_mn, at, block, me)
+        if const_expr(masked and self.listed):
+            if n < at.masked:
+                self.hide(S_mn, bits, at, block)
+        elif const_expr(masked):
+            self.hide(S_mn, bits, at, block)
+
+    @cute.jit
+    def look(self, S_mn, n, at: Place, block, me: Consumer):
+        """What a mask program says of the n-th block, asked while the products run."""
+        if const_expr(not self.listed):
+            return None
+        bits = cute.make_rmem_tensor(2, Int32)
+        if n < at.masked:
+            here = mask.Rectangle(
+                at.batch, at.head, at.row, block * self.bn + at.column, at.query_length - 1, at.key_length - 1, False
+            )
+            mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, me.of_mask)
+        return bits
+
+    @cute.jit
+    def hide(self, S_mn, bits, at: Place, block):
+        """S <- -inf where a row may not see a key of the block"""
+        if const_expr(self.listed):
+            mask.apply_bits(S_mn, bits)
+        else:
+            mask.apply(S_mn, at, block * self.bn)
 
     @cute.jit
     def q_of(self, ops: Operands, w, n):
@@ -726,8 +821,11 @@ class ForwardKernel:
         return ops.rQ[None, None, None, w + (Int32(n) >> 30)]
 
     @cute.jit
-    def scores(self, S_mn, inner):
+    def scores(self, S_mn, at: Place, block, me: Consumer):
         if const_expr(self.features.softcap):
-            score.softcap(S_mn, inner)
+            score.softcap(S_mn, me.inner)
+        if const_expr(self.apply is not None):
+            scale = me.inner if const_expr(self.features.cap is None) else self.features.cap
+            score.apply_program(S_mn, at, block * self.bn, scale, self.apply, me.of_scores)
         elif const_expr(self.features.negative_scale):
             score.negate(S_mn)

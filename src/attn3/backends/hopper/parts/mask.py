@@ -1,9 +1,12 @@
 """Masking a block of scores that a boundary crosses. Blocks that every row sees in full never come here."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Constexpr, Float32, Int32, const_expr
 
+from attn3.backends.hopper.parts.program import ask
 from attn3.masks import visible_range
 
 NEG_INF = -float("inf")
@@ -17,7 +20,53 @@ def apply(S_mn, at, first_key):
         end = end - first_key - at.column  # relative to this thread's first column
         for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
             S_mn[r, j] = S_mn[r, j] if j // 2 * 8 + j % 2 < end else Float32(NEG_INF)
-        if cutlass.const_expr(at.left is not None):
+        if const_expr(at.left is not None):
             begin = begin - first_key - at.column
             for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
                 S_mn[r, j] = S_mn[r, j] if j // 2 * 8 + j % 2 >= begin else Float32(NEG_INF)
+
+
+class Rectangle(NamedTuple):
+    """Where a thread's part of a block of scores lies, for a program: it has two rows, 8 apart, and pairs of columns."""
+
+    batch: Any
+    head: Any
+    row: Any
+    column: Any
+    last_row: Any  # positions behind these are hidden, and nobody is asked about them
+    last_column: Any
+    by_key: bool  # rows are keys and columns queries
+
+
+@cute.jit
+def look(bits, columns: Constexpr, at: Rectangle, visible: Constexpr, tensors):
+    """bits <- for each of the two rows a bit for each of its columns, up to 32: ``visible(b, h, q, k, tensors)``, traced.
+
+    It is asked about positions in use only, so that it may index what it has captured. The loop is not unrolled: ptxas would start
+    every load at once and run out of registers.
+    """
+    rows = [cutlass.min(at.row + 8 * r, at.last_row) for r in range(2)]
+    bits.fill(0)
+    at_once = columns // 4  # a whole number of 8-column groups, of which a thread has two
+    for step in cutlass.range(4, unroll=1):
+        first = at.column + step * (4 * at_once)
+        some = [Int32(0), Int32(0)]
+        for j in cutlass.range_constexpr(at_once):
+            column = first + (j // 2 * 8 + j % 2)
+            inside = cutlass.min(column, at.last_column)
+            for r in cutlass.range_constexpr(2):
+                q, k = (inside, rows[r]) if const_expr(at.by_key) else (rows[r], inside)
+                seen = ask(visible, (at.batch, at.head, q, k), tensors)
+                some[r] = some[r] | (Int32(1 << j) if (column <= at.last_column) & seen else Int32(0))
+        for r in cutlass.range_constexpr(2):
+            bits[r] = bits[r] | some[r] << (step * at_once)
+    for r in cutlass.range_constexpr(2):
+        bits[r] = bits[r] if at.row + 8 * r <= at.last_row else Int32(0)
+
+
+@cute.jit
+def apply_bits(S_mn, bits, hidden: Constexpr = NEG_INF):
+    """S <- hidden where the bit is 0"""
+    for r in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+            S_mn[r, j] = S_mn[r, j] if bits[r] & (1 << j) != 0 else Float32(hidden)

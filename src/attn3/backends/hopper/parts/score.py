@@ -4,6 +4,9 @@ import math
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Constexpr, Float32, const_expr
+
+from attn3.backends.hopper.parts.program import ask
 
 LOG2_E = math.log2(math.e)
 
@@ -30,3 +33,34 @@ def negate(S_mn):
     for r in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
             S_mn[r, j] = -S_mn[r, j]
+
+
+@cute.jit
+def apply_program(S_mn, at, first_key, scale, apply: Constexpr, tensors):
+    """S <- apply(scale * S, b, h, q, k, tensors), traced. ``at``: where S lies (forward.Place); positions are those in use."""
+    last_row, last_key = at.query_length - 1, at.key_length - 1
+    for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+        k = cutlass.min(first_key + at.column + (j // 2 * 8 + j % 2), last_key)
+        for r in cutlass.range_constexpr(2):
+            q = cutlass.min(at.row + 8 * r, last_row)
+            S_mn[r, j] = Float32(ask(apply, (at.batch, at.head, q, k), tensors, S_mn[r, j] * scale))
+
+
+@cute.jit
+def apply_program_and_slope(S_mn, slope, at, scale, program: Constexpr, tensors):
+    """The same where keys are down (``at``: a mask.Rectangle). Returns the derivatives, multiplied into ``slope`` (or None: 1 so
+    far); None where they are all 1.
+    """
+    for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+        q = cutlass.min(at.column + (j // 2 * 8 + j % 2), at.last_column)
+        for r in cutlass.range_constexpr(2):
+            place = at.batch, at.head, q, cutlass.min(at.row + 8 * r, at.last_row)
+            s = S_mn[r, j] * scale
+            d = ask(program.derivative, place, tensors, s)
+            if const_expr(not (isinstance(d, (int, float)) and d == 1)):
+                if const_expr(slope is None):
+                    slope = cute.make_rmem_tensor_like(S_mn)
+                    slope.fill(1.0)
+                slope[r, j] = slope[r, j] * d
+            S_mn[r, j] = Float32(ask(program.apply, place, tensors, s))
+    return slope

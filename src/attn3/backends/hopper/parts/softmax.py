@@ -126,6 +126,12 @@ def freeze(rows: Rows, c, start: cutlass.Constexpr):
 
 
 @cute.jit
+def saw_nothing(rows: Rows, r: cutlass.Constexpr):
+    """Of a row whose every block went through the online loop. (Not one whose scores are NaN: its sum is.)"""
+    return (rows.max[r] == NEG_INF) & (cute.arch.warp_reduction_sum(rows.sum[r], threads_in_group=4) == 0.0)
+
+
+@cute.jit
 def finish(rows: Rows, r: cutlass.Constexpr, dead, sink, start: cutlass.Constexpr):
     """One row's (bad, lse): rows.scale[r] <- the factor that turns O into the result.
 

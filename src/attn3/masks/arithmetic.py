@@ -1,98 +1,12 @@
-"""Masks: which keys a query may see, and which blocks of keys a tile of queries has to visit.
+"""Which blocks of keys a tile of queries visits under a window, over plain numbers.
 
-Positions are aligned bottom-right. With ``query_length`` queries and ``key_length`` keys, query i stands at key position
-``i + key_length - query_length``; causal lets it see keys up to there, a window ``left`` before to ``right`` after, both ends
-included. In packed calls, and with used lengths, this holds for every sequence with its own lengths.
-
-The block arithmetic at the end is written over plain numbers. The CPU backend calls it with Python ints, the Hopper kernel
-traces the very same lines with device integers (and passes the device's minimum and maximum).
+The CPU backend calls these functions with Python ints, the Hopper kernels trace the very same lines with device integers (and
+pass the device's minimum and maximum).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
-
-from attn3.errors import AttentionError, Unsupported
-
-_LARGEST_BOUND = 2**30  # bounds beyond every possible length are "unlimited"; also keeps 32-bit arithmetic in the kernels safe
-
-
-class Mask:
-    """Base of all masks. Masks compose with ``&`` (a key must be visible under both)."""
-
-    def __and__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            return NotImplemented
-        left, right = window_of(self), window_of(other)
-        return _normal(_tighter(left[0], right[0]), _tighter(left[1], right[1]))
-
-    def __or__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            return NotImplemented
-        raise Unsupported(f"{self!r} | {other!r}: the union of two masks is not supported; use one window, or `&`")
-
-
-@dataclass(frozen=True)
-class Full(Mask):
-    """Every query sees every key."""
-
-
-@dataclass(frozen=True)
-class Causal(Mask):
-    """Query i sees keys up to its own position, ``j <= i + key_length - query_length``."""
-
-
-@dataclass(frozen=True)
-class Window(Mask):
-    """Query i sees keys ``i + offset - left <= j <= i + offset + right`` with ``offset = key_length - query_length``.
-
-    ``None`` leaves a side unlimited. ``Window(right=0)`` is causal; a causal sliding window over W keys, the query's own
-    position included, is ``Window(left=W - 1, right=0)``.
-    """
-
-    left: int | None = None
-    right: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, bound in (("left", self.left), ("right", self.right)):
-            if bound is None:
-                continue
-            if isinstance(bound, bool) or not isinstance(bound, int):
-                kind = type(bound).__name__
-                raise AttentionError(f"window {name} is {bound!r} ({kind}); pass an int >= 0, or None for unlimited")
-            if bound < 0:
-                raise AttentionError(f"window {name} is {bound}; pass an int >= 0, or None for unlimited")
-
-
-def window_of(mask: Mask) -> tuple[int | None, int | None]:
-    """(left, right) of a mask that is a window: Full is (None, None), Causal is (None, 0)."""
-    kind = type(mask)
-    if kind is Full:
-        return None, None
-    if kind is Causal:
-        return None, 0
-    if kind is Window:
-        left, right = mask.left, mask.right  # type: ignore[attr-defined]
-        return (
-            None if left is None or left >= _LARGEST_BOUND else left,
-            None if right is None or right >= _LARGEST_BOUND else right,
-        )
-    raise AttentionError(f"mask is {mask!r}; pass attn3.Full(), attn3.Causal() or attn3.Window(left, right)")
-
-
-def _tighter(a: int | None, b: int | None) -> int | None:
-    if a is None:
-        return b
-    return a if b is None else min(a, b)
-
-
-def _normal(left: int | None, right: int | None) -> Mask:
-    if left is None and right is None:
-        return Full()
-    if left is None and right == 0:
-        return Causal()
-    return Window(left, right)
 
 
 class Blocks(NamedTuple):

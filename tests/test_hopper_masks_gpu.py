@@ -1,0 +1,189 @@
+"""Mask and score programs in the Hopper kernels, against the oracle: every kind of mask, at lengths that no tile divides."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import pytest
+import torch
+from check import compare, compare_grads
+from test_cases import poisoned_memory
+from torch import Tensor
+
+from attn3 import ops, registry, score_math
+from attn3.masks import BlockMask, Causal, Chunked, Columns, DenseMask, Dilated, Documents, Mask, MaskFunction, PrefixLM, Window
+from attn3.problem import Problem
+from attn3.scores import Alibi, Bias, Score, ScoreFunction, Softcap
+
+pytestmark = pytest.mark.gpu
+
+BATCH, HEADS, KV_HEADS, ROWS, KEYS = 2, 4, 2, 700, 837
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def whole(low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, device="cuda", dtype=torch.int32, generator=seeded(seed))
+
+
+def chance(*shape: int, density: float, seed: int = 0) -> Tensor:
+    return torch.rand(shape, device="cuda", generator=seeded(seed)) < density
+
+
+def columns(count: int, causal: bool, heads: int = 1) -> Columns:
+    ends = whole(0, ROWS + 1, BATCH, heads, KEYS, count).sort(-1)[0]
+    return Columns(ends.contiguous(), causal=causal)
+
+
+def documents(keys: int = KEYS) -> Documents:
+    ids = [whole(0, 5, BATCH, n, seed=n).sort(-1)[0] for n in (ROWS, keys)]
+    return Documents(*ids)
+
+
+def with_empty_rows() -> DenseMask:
+    visible = chance(BATCH, HEADS, ROWS, KEYS, density=0.3)
+    visible[:, :, 40:45] = False
+    visible[0, 1, 128:400] = False  # whole tiles
+    visible[1, :, :, 100:300] = False  # whole blocks
+    return DenseMask(visible)
+
+
+def function() -> MaskFunction:
+    table, width = chance(HEADS, KEYS, density=0.2), torch.tensor(50, device="cuda")
+    return MaskFunction(lambda b, h, q, k: (abs(q - k) < width) | table[h, k] & ((q - k) % 7 == 3))
+
+
+MASKS: dict[str, Callable[[], Mask]] = {
+    "columns_1_causal": lambda: columns(1, True),
+    "columns_2_causal_per_head": lambda: columns(2, True, KV_HEADS),
+    "columns_2": lambda: columns(2, False),
+    "columns_4": lambda: columns(4, False, HEADS),
+    "documents": lambda: documents(),
+    "documents_causal": lambda: documents() & Causal(),
+    "prefix": lambda: PrefixLM(200),
+    "prefix_per_sequence": lambda: PrefixLM(torch.tensor([0, 611], device="cuda")),
+    "chunked_window": lambda: Chunked(256) & Window(100, 0),
+    "dilated": lambda: Dilated(3) & Window(400, 400),
+    "dense_empty_rows": with_empty_rows,
+    "function": function,
+    "blocks": lambda: BlockMask(chance(BATCH, 1, 11, 14, density=0.25), 64, queries=ROWS, keys=KEYS),
+    "blocks_of_150": lambda: BlockMask(chance(1, HEADS, 5, 6, density=0.5), 150, queries=ROWS, keys=KEYS, mask=Causal()),
+    "nothing": lambda: DenseMask(torch.zeros(ROWS, KEYS, dtype=torch.bool, device="cuda")),
+    "everything": lambda: DenseMask(torch.ones(ROWS, KEYS, dtype=torch.bool, device="cuda")),
+    "global_or_window": lambda: Window(100, 0) | MaskFunction(lambda b, h, q, k: k < 64),
+}
+SCORES: dict[str, Callable[[], Score]] = {
+    "alibi": lambda: Alibi(),
+    "bias": lambda: Bias(torch.randn(1, HEADS, ROWS, KEYS, device="cuda", generator=seeded()).bfloat16()),
+    "bias_hides": lambda: Bias(torch.where(chance(ROWS, KEYS, density=0.5), 0.5, -torch.inf)),
+    "softcap_and_alibi": lambda: Softcap(20.0) & Alibi(),
+    "function": lambda: ScoreFunction(lambda s, b, h, q, k: 3.0 * score_math.tanh(s * 0.4) + 0.01 * (k - q) % 5),
+}
+
+
+def problem_of(mask: Mask | None, score: Score | None = None, dim: int = 128, sinks: bool = False, scale: float = 1.0) -> Problem:
+    new = lambda n, h: torch.randn(BATCH, n, h, dim, device="cuda", dtype=torch.bfloat16, generator=seeded(n + h))
+    q, k, v = new(ROWS, HEADS), new(KEYS, KV_HEADS), new(KEYS, KV_HEADS) + 0.5
+    given = torch.randn(HEADS, device="cuda", generator=seeded()) if sinks else None
+    return Problem.of(q, k, v, mask=mask, score=score, scale=scale * dim**-0.5, sinks=given)
+
+
+def judge(problem: Problem) -> None:
+    reasons = registry.backends()["hopper"].refusals(problem)
+    assert not reasons, reasons
+    with poisoned_memory(problem):
+        out, lse = ops.forward(problem, "hopper")
+    compare(problem, out, lse)
+
+
+def judge_gradients(problem: Problem) -> None:
+    p = problem
+    inputs = [t.requires_grad_() for t in (p.q, p.k, p.v, p.sinks) if t is not None]
+    dout = torch.randn(p.out_shape(), device="cuda", generator=seeded(7)).to(p.q.dtype)
+    dlse = torch.randn(p.lse_shape(), device="cuda", generator=seeded(8))
+    with poisoned_memory(problem):
+        out, lse = ops.forward(p, "hopper")
+        grads = list(torch.autograd.grad([out, lse], inputs, [dout, dlse]))
+    compare_grads(problem, grads + [None] * (4 - len(grads)), dout, dlse)
+
+
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask: str, dim: int) -> None:
+    judge(problem_of(MASKS[mask](), dim=dim))
+
+
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_of_masks(mask: str, dim: int) -> None:
+    judge_gradients(problem_of(MASKS[mask](), dim=dim))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["none", "causal", "documents_causal", "dense_empty_rows"])
+@pytest.mark.parametrize("score", SCORES)
+def test_scores(score: str, mask: str, dim: int) -> None:
+    chosen = {"none": lambda: None, "causal": Causal, **MASKS}[mask]()
+    judge(problem_of(chosen, SCORES[score](), dim=dim))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["none", "causal", "documents_causal", "dense_empty_rows"])
+@pytest.mark.parametrize("score", SCORES)
+def test_gradients_of_scores(score: str, mask: str, dim: int) -> None:
+    chosen = {"none": lambda: None, "causal": Causal, **MASKS}[mask]()
+    judge_gradients(problem_of(chosen, SCORES[score](), dim=dim))
+
+
+@pytest.mark.parametrize("score", [None, Softcap(15.0)], ids=repr)
+@pytest.mark.parametrize("mask", ["documents_causal", "dense_empty_rows", "nothing"])
+def test_sinks_and_softcap(mask: str, score: Score | None) -> None:
+    judge(problem_of(MASKS[mask](), score, sinks=True))
+    judge_gradients(problem_of(MASKS[mask](), score, sinks=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_scores_that_jump(dim: int) -> None:
+    """Rows that re-base behind full blocks, and tiles that are done again."""
+    p = problem_of(MASKS["blocks"](), dim=dim)
+    p.k[:, KEYS // 2] = p.q[:, KEYS // 2, :KV_HEADS] * 3
+    p.k[:, KEYS - 7, 1] = p.q[:, 5, 3] * 400
+    out, lse = ops.forward(p, "hopper")
+    compare(p, out, lse, slack=4.0)
+
+
+def test_a_program_equals_the_window_that_it_spells_out() -> None:
+    window = problem_of(Window(100, 20))
+    spelled = problem_of(MaskFunction(lambda b, h, q, k: (k - q <= KEYS - ROWS + 20) & (k - q >= KEYS - ROWS - 100)))
+    for got, want in zip(ops.forward(spelled, "hopper"), ops.forward(window, "hopper"), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_repeats_bitwise_under_load(dim: int) -> None:
+    p = problem_of(MASKS["documents_causal"](), dim=dim)
+    first, _ = ops.forward(p, "hopper")
+    other, load = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    for _ in range(50):
+        with torch.cuda.stream(other):
+            load @ load
+        assert torch.equal(ops.forward(p, "hopper")[0], first)
+    torch.cuda.synchronize()
+
+
+def test_another_tensor_needs_no_other_kernel() -> None:
+    from attn3.backends.hopper import compile
+
+    judge(problem_of(documents()))
+    before = len(compile._kernels)
+    judge(problem_of(Documents(*(whole(0, 3, BATCH, n, seed=9).sort(-1)[0] for n in (ROWS, KEYS)))))
+    assert len(compile._kernels) == before
+
+
+def test_packed_sequences_are_refused_with_a_reason() -> None:
+    q = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
+    p = Problem.of(q, q, q, mask=Chunked(64), cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert any("packed" in reason for reason in registry.backends()["hopper"].refusals(p))
