@@ -696,8 +696,6 @@ def test_what_general_masks_do_not_go_together_with(options: dict) -> None:
                  lambda: attn3.attention(*attn3.quantize(x, x, x), **options)):  # fmt: skip
         with pytest.raises(Unsupported, match=rf"{words}.*FP8"):
             call()
-    with pytest.raises(Unsupported, match=rf"{words}.*not supported yet on the GPU; use backend='cpu'"):
-        attn3.attention(x, x, x, backend="hopper", **options)
     with pytest.raises(Unsupported, match=rf"{words}.*is not supported; only"):
         attn3.attention(x, x, x, backend="sdpa", **options)
 
