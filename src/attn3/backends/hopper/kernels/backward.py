@@ -91,7 +91,7 @@ class Grid(NamedTuple):
     seqs: Any
     key_tiles: Any  # of a sequence, or slots of packed keys
     slots: Any  # (sequences times) KV heads
-    section: Any
+    sections: Any  # of KV heads
     kv_heads: Any  # divisor
     group: Any
     tiles: Any  # of queries
@@ -189,6 +189,7 @@ class BackwardKernel:
         else:
             key_tiles = cute.ceil_div(mK.shape[1], self.bn)
             slots = kv_heads * mQ.shape[0]
+        sections = schedule.sections(slots, section, key_tiles, processors, self.right and not self.left, heads // kv_heads)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
         delta.Preprocess(self.bm, self.bn, self.d, self.features).launch(
             mO, mdO, mLSE, mdLSE, stats, work, counter, turns, seqs, bounds, stream
@@ -216,7 +217,7 @@ class BackwardKernel:
         tma_v, gV = tma(gV, layouts["v"], self.dv)
         self.main(
             tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
-            captured, captured_by_scores, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, section, key_tiles, slots,
+            captured, captured_by_scores, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles, slots,
             cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
@@ -253,14 +254,14 @@ class BackwardKernel:
         counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
         captured: tuple | None, captured_by_scores: tuple | None,
         mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
-        c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, section: Int32,
+        c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, sections: schedule.Sections,
         key_tiles: Int32, slots: Int32, kv_heads_div: cute.FastDivmodDivisorV2, kv_heads: Int32, group: Int32, tiles: Int32,
     ):  # fmt: skip
         tidx, t, gdim = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WG)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
-        grid = Grid(seqs, key_tiles, slots, section, kv_heads_div, group, tiles, bounds)
+        grid = Grid(seqs, key_tiles, slots, sections, kv_heads_div, group, tiles, bounds)
         n_tiles = key_tiles * slots
 
         layouts = self.layouts()
@@ -550,7 +551,7 @@ class BackwardKernel:
             span = schedule.packed_span(seqs, b, self.bm)
             n = slot - (span.first_key // self.bn + b)
         else:
-            n, kv_head, batch = schedule.dense_tile(t, grid.key_tiles, grid.slots, grid.section, grid.kv_heads)
+            n, kv_head, batch = schedule.dense_tile(t, grid.key_tiles, grid.sections, grid.kv_heads)
             if const_expr(not self.deterministic):  # the first keys are seen by the most queries
                 n = grid.key_tiles - 1 - n
             span = schedule.dense_span(seqs, batch, grid.tiles // seqs.count)

@@ -190,11 +190,12 @@ class ForwardKernel:
         else:
             heads_x_batch = heads * mQ.shape[3]
             n_tiles = m_blocks * heads_x_batch
+        sections = schedule.sections(heads_x_batch, section, m_blocks, ctas, self.right and not self.left)
         self.kernel(
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, mO, mLSE, counters, cu_q, cu_k, used_q, used_k, sinks, block_map, captured,
             captured_by_scores,
             mma_qk, mma_half, mma_pv, sQ_l, sO_l, sK_l, sV_l, mQ.shape[0], mK.shape[0], c, inner, left, right,
-            n_tiles, m_blocks, heads_x_batch, section, cute.FastDivmodDivisorV2(heads), heads, group,
+            n_tiles, m_blocks, sections, cute.FastDivmodDivisorV2(heads), heads, group,
         ).launch(grid=[ctas, 1, 1], block=[(1 + self.wgs) * WG, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------------- device
@@ -209,14 +210,14 @@ class ForwardKernel:
         mma_qk: cute.TiledMma, mma_half: cute.TiledMma, mma_pv: cute.TiledMma,
         sQ_l: cute.ComposedLayout, sO_l: cute.ComposedLayout, sK_l: cute.ComposedLayout, sV_l: cute.ComposedLayout,
         seqlen_q: Int32, seqlen_k: Int32, c: Float32, inner: Float32, left: Int32, right: Int32,
-        n_tiles: Int32, m_blocks: Int32, heads_x_batch: Int32, section: Int32, heads: cute.FastDivmodDivisorV2, n_heads: Int32,
+        n_tiles: Int32, m_blocks: Int32, sections: schedule.Sections, heads: cute.FastDivmodDivisorV2, n_heads: Int32,
         group: Int32,
     ):  # fmt: skip
         tidx, bidx, gdim = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WG)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
-        shape = (m_blocks, heads_x_batch, section, heads, seqlen_q, seqlen_k, used_q, used_k)
+        shape = (m_blocks, sections, heads, seqlen_q, seqlen_k, used_q, used_k)
         lists = Lists(bounds, block_map)
 
         smem = cutlass.memory.SmemAllocator()
@@ -527,10 +528,10 @@ class ForwardKernel:
         return t, redo
 
     @cute.jit
-    def work(self, t, ticket, m_blocks, heads_x_batch, section, heads, seqlen_q, seqlen_k, used_q, used_k):
+    def work(self, t, ticket, m_blocks, sections, heads, seqlen_q, seqlen_k, used_q, used_k):
         if const_expr(self.packed):
             return Work(ticket[1], ticket[2], Int32(0), ticket[3], ticket[4], ticket[5], ticket[6], ticket[7])
-        m, head, batch = schedule.dense_tile(t, m_blocks, heads_x_batch, section, heads)
+        m, head, batch = schedule.dense_tile(t, m_blocks, sections, heads)
         query_length, key_length = seqlen_q, seqlen_k
         if const_expr(used_q is not None):
             query_length = cute.arch.make_warp_uniform(schedule.within(used_q[batch], seqlen_q))

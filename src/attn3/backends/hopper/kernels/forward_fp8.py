@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from attn3.backends.hopper.config import REGISTERS
 from attn3.backends.hopper.config_fp8 import Fp8Features, Fp8Tile
 from attn3.backends.hopper.kernels.forward import BAR_WG, DTYPES, LOG2_E, ROW, ROWS, WG, ForwardKernel, Output, Place, Rings
-from attn3.backends.hopper.parts import fp8, mask, score
+from attn3.backends.hopper.parts import fp8, mask, schedule, score
 from attn3.backends.hopper.parts.mma import issue, pack, rows_view
 from attn3.backends.hopper.parts.schedule import NO_TILE
 from attn3.fp8 import P_SHIFT, Q_BLOCK
@@ -112,10 +112,11 @@ class Fp8ForwardKernel(ForwardKernel):
         heads = mQ.shape[2]
         m_blocks = cute.ceil_div(mQ.shape[0], self.bm)
         heads_x_batch = heads * mQ.shape[3]
+        sections = schedule.sections(heads_x_batch, section, m_blocks, ctas, self.right and not self.left)
         self.kernel(
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_o, gO, mLSE, counters, Scales(q_scale, k_scale, v_scale, v_mean, shift),
             used_q, used_k, sinks, mma_qk, mma_pv, mma_sum, mma_o, sQ_l, sK_l, sV_l, sO_l, sOnes_l, mQ.shape[0], mK.shape[0], c,
-            left, right, m_blocks * heads_x_batch, m_blocks, heads_x_batch, section, cute.FastDivmodDivisorV2(heads),
+            left, right, m_blocks * heads_x_batch, m_blocks, sections, cute.FastDivmodDivisorV2(heads),
             heads // mK.shape[2],
         ).launch(grid=[ctas, 1, 1], block=[(1 + self.wgs) * WG, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
@@ -129,7 +130,7 @@ class Fp8ForwardKernel(ForwardKernel):
         mma_qk: cute.TiledMma, mma_pv: cute.TiledMma, mma_sum: cute.TiledMma, mma_o: cute.TiledMma,
         sQ_l: cute.ComposedLayout, sK_l: cute.ComposedLayout, sV_l: cute.ComposedLayout, sO_l: cute.ComposedLayout,
         sOnes_l: cute.ComposedLayout, seqlen_q: Int32, seqlen_k: Int32, c: Float32, left: Int32, right: Int32,
-        n_tiles: Int32, m_blocks: Int32, heads_x_batch: Int32, section: Int32, heads: cute.FastDivmodDivisorV2, group: Int32,
+        n_tiles: Int32, m_blocks: Int32, sections: schedule.Sections, heads: cute.FastDivmodDivisorV2, group: Int32,
     ):  # fmt: skip
         tidx, bidx, gdim = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -177,7 +178,7 @@ class Fp8ForwardKernel(ForwardKernel):
                 ks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
                 vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
                 while t < n_tiles:
-                    work = self.work(t, ticket, m_blocks, heads_x_batch, section, heads, seqlen_q, seqlen_k, used_q, used_k)
+                    work = self.work(t, ticket, m_blocks, sections, heads, seqlen_q, seqlen_k, used_q, used_k)
                     blocks = self.blocks(work, work.m * self.bm, self.bm, bounds)
                     kv_head = work.head // group
                     tQs, tQg = self.q_tiles(tma_q, sQ, gQ, work, work.m * self.bm)
@@ -236,7 +237,7 @@ class Fp8ForwardKernel(ForwardKernel):
             vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
 
             while t < n_tiles:
-                work = self.work(t, ticket, m_blocks, heads_x_batch, section, heads, seqlen_q, seqlen_k, used_q, used_k)
+                work = self.work(t, ticket, m_blocks, sections, heads, seqlen_q, seqlen_k, used_q, used_k)
                 at = Place(work.m * self.bm + thread_row, thread_column, work.query_length, work.key_length, *bounds)
                 everyone = self.blocks(work, work.m * self.bm, self.bm, bounds)
                 blocks = everyone

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 NO_TILE = 0x7FFFFFFF
+TAIL = 3  # tiles of the last section for each CTA, about: benchmarks/notes.md
 TICKET = 8  # words of a ring slot: tile id, m block, head, first row, rows, used rows, first key, used keys
 
 
@@ -25,14 +26,31 @@ class Work(NamedTuple):
     key_length: Any
 
 
+class Sections(NamedTuple):
+    """How the tiles of all heads are handed out: section after section, in a section the last m blocks of its heads first."""
+
+    size: Any  # heads of a section, whose K and V stay in L2
+    last: Any  # where the last section begins, which may have more heads, or fewer
+    heads: Any  # of all sequences
+
+
+def sections(heads, size, m_blocks, ctas, uneven: cutlass.Constexpr, group=1) -> Sections:
+    """Where tiles are of uneven length, the last section has enough for every CTA to end with a short one; with fewer heads if each
+    stands for a ``group`` of them, whose queries L2 has to hold.
+    """
+    tail = (TAIL * ctas + m_blocks - 1) // m_blocks // group if uneven else Int32(0)
+    return Sections(size, cutlass.max(heads - tail, 0) // size * size, heads)
+
+
 @cute.jit
-def dense_tile(t: Int32, m_blocks: Int32, heads_x_batch: Int32, section: Int32, heads):
-    """tile id -> (m block, head, batch): sections of heads whose K and V stay in L2, in a section the last m blocks first."""
-    g = t // (section * m_blocks)
-    r = t - g * section * m_blocks
-    n_heads = cutlass.min(heads_x_batch - g * section, section)
+def dense_tile(t: Int32, m_blocks: Int32, order: Sections, heads):
+    """tile id -> (m block, head, batch)"""
+    first, n_heads = t // (order.size * m_blocks) * order.size, order.size
+    if first >= order.last:
+        first, n_heads = order.last, order.heads - order.last
+    r = t - first * m_blocks
     m = r // n_heads
-    batch, head = divmod(g * section + r - m * n_heads, heads)
+    batch, head = divmod(first + r - m * n_heads, heads)
     return m_blocks - 1 - m, Int32(head), Int32(batch)
 
 
