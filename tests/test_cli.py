@@ -94,7 +94,7 @@ def test_explain_of_what_nothing_runs(run, monkeypatch):
         (["--left", "-1"], "window left is -1"),
         (["--heads", "6", "--kv-heads", "4"], "multiple"),
         (["--mask", "Chunked(0)"], "chunk size is 0"),
-        (["--mask", "Documents([3, 4])"], "and there are 1024 keys"),
+        (["--mask", "Documents([3, 4])"], "ids was made for 7 queries and the call has 1024"),
         (["--mask", "Causal"], "mask is 'Causal', which is none"),
         (["--mask", "__import__('os').getcwd()"], "is not understood"),
         (["--mask", "Causal() & "], "which is none"),
