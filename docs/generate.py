@@ -25,12 +25,14 @@ from attn3.problem import Problem
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "docs"))
 import fp8_accuracy  # noqa: E402
 import fp8_model  # noqa: E402
+import mask_gallery  # noqa: E402
 import plot  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
-PAGES = ("README.md", "docs/backends.md", "docs/benchmarks.md", "docs/math.md", "docs/kernels.md", "docs/fp8.md")
+PAGES = ("README.md", "docs/backends.md", "docs/benchmarks.md", "docs/math.md", "docs/kernels.md", "docs/fp8.md", "docs/masks.md")
 ORDER = ("hopper", "cpu", "sdpa")
 TUNED = ROOT / "src/attn3/backends/hopper/tuned.json"
 
@@ -74,6 +76,7 @@ def features() -> dict[str, list[Problem]]:
     sinks = torch.zeros(2)
     used, used_packed = (torch.tensor(lengths, dtype=torch.int32) for lengths in ([5], [5, 0, 3]))
     causal = attn3.Causal()
+    seen = torch.ones(8, 8, dtype=torch.bool)
     table, pads = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     return {
         "bfloat16": [_dense()],
@@ -89,6 +92,16 @@ def features() -> dict[str, list[Problem]]:
         "sliding window": [_dense(mask=attn3.Window(3, 0)), _dense(mask=attn3.Window(2, 2)), _dense(mask=attn3.Window(None, 2))],
         "softcap": [_dense(score=attn3.Softcap(30.0))],
         "sinks": [_dense(sinks=sinks)],
+        "documents, prefixes, chunks, dilation": [
+            _dense(mask=m) for m in (attn3.Documents.of_lengths([3, 5]), attn3.PrefixLM(3), attn3.Chunked(4), attn3.Dilated(2))
+        ],
+        "FlashMask's columns": [_dense(mask=attn3.Columns(torch.full((1, 1, 8, 1), 8, dtype=torch.int32), causal=True))],
+        "boolean mask": [_dense(mask=seen)],
+        "block-sparse masks, PyTorch's BlockMask": [_dense(mask=attn3.BlockMask(seen, (1, 1)))],
+        "mask functions": [_dense(mask=attn3.MaskFunction(lambda b, h, q, k: q >= k))],
+        "masks composed with & and |": [_dense(mask=attn3.Chunked(4) & causal), _dense(mask=attn3.Chunked(4) | attn3.Window(2, 0))],
+        "additive bias, with gradient": [_dense(score=attn3.Bias(torch.zeros(8, 8, dtype=torch.bfloat16, requires_grad=True)))],
+        "ALiBi, score functions": [_dense(score=attn3.Alibi()), _dense(score=attn3.ScoreFunction(lambda s, b, h, q, k: s + q - k))],
         "packed sequences (cu_seqlens)": [_packed(), _packed(mask=causal)],
         "used lengths (seqused)": [_dense(seqused_k=used), _dense(seqused_q=used, mask=causal), _packed(seqused_k=used_packed)],
         "no keys, no queries": [_dense(key_length=0), _dense(query_length=0)],
@@ -167,6 +180,7 @@ def blocks() -> dict[str, str]:
         **plot.blocks(),
         **fp8_accuracy.blocks(),
         **fp8_model.blocks(),
+        **mask_gallery.blocks(),
         "tiles": tiles_table(),
         "support": support_table(),
         "refusals": refusal_table(),

@@ -385,6 +385,7 @@ def _pattern_cases() -> list[Case]:
         Case("dense_packed", (70, 150), (600, 9), heads=4, head_dim=16, pattern="dense:batch:1"),
         Case("dense_poison", 70, 150, pattern="dense:batch:heads", poison="nan", dtype="float32", **base),
         Case("blocks_64", 600, 700, pattern="blocks:64", **base),
+        Case("blocks_512", 1100, 1100, pattern="blocks:512", **base),  # full for one head of a group and skipped for the other
         Case("blocks_24", 512, 512, pattern="blocks:24", dtype="float32", **base),
         Case("blocks_within", 600, 700, pattern="blocks_within", sinks="normal", **base),
         Case("function", 700, 700, pattern="function", dtype="float32", **base),

@@ -60,6 +60,20 @@ def test_explain_gives_the_backend_and_the_reasons(run):
     assert "cpu" in text and "not sdpa" in text and "not hopper" in text
 
 
+def test_explain_shows_what_is_skipped(run):
+    device = ("--device", "cpu", "--json")
+    given = json.loads(run("explain", "--mask", "Documents([600, 424]) & Causal()", "--score", "Alibi()", *device).stdout)
+    assert "Documents(1×1024) & Causal(), Alibi()" in given["call"]
+    blocks = given["blocks"]
+    assert (blocks["blocks"], blocks["visited"], blocks["partial"], blocks["block"]) == (64, 24, 15, [128, 128])
+    assert len(blocks["picture"]) == 16 and blocks["picture"][0] == "▒▒" + "·" * 30
+    text = run("explain", "--mask", "Chunked(256) | Window(8, 8)", "--queries", 1000, "--device", "cpu").stdout
+    assert "of 64 blocks of 128 × 128" in text and "██" in text
+    assert json.loads(run("explain", "--causal", *device).stdout)["blocks"]["visited"] == 36
+    assert json.loads(run("explain", *device).stdout)["blocks"] is None
+    assert "skipped" not in run("explain", "--packed", "5,3", "--causal", "--device", "cpu").stdout
+
+
 def test_explain_of_tensors_without_storage(run):
     given = json.loads(run("explain", "--device", "meta", "--batch", 64, "--queries", 65536, "--heads", 128, "--json").stdout)
     assert "(64, 65536, 128, 128)" in given["call"]
@@ -79,6 +93,13 @@ def test_explain_of_what_nothing_runs(run, monkeypatch):
         (["--head-dim", "12"], "head_dim 12"),
         (["--left", "-1"], "window left is -1"),
         (["--heads", "6", "--kv-heads", "4"], "multiple"),
+        (["--mask", "Chunked(0)"], "chunk size is 0"),
+        (["--mask", "Documents([3, 4])"], "ids was made for 7 queries and the call has 1024"),
+        (["--mask", "Causal"], "mask is 'Causal', which is none"),
+        (["--mask", "__import__('os').getcwd()"], "is not understood"),
+        (["--mask", "Causal() & "], "which is none"),
+        (["--mask", "Alibi()"], "`Alibi()` is not understood"),
+        (["--score", "Softcap(-1.0)"], "is not understood"),
     ],
 )
 def test_explain_refuses_what_is_no_call(run, arguments, message):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_backward import run
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -170,7 +174,12 @@ def test_block_maps_of_sequences_of_their_own_lengths(data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize(
-    "mask", [Causal(), Window(7, 3), Chunked(16) & Causal(), PrefixLM(20), Documents(ints(0, 4, 1, 64).sort()[0])]
+    "mask",
+    [
+        *(Window(left, right) for left, right in ((None, 0), (7, 3), (5, 9), (None, 6), (10, None), (0, 0))),
+        *(Chunked(16) & Causal(), Chunked(11), PrefixLM(20), PrefixLM(17), Documents(ints(0, 4, 1, 64).sort()[0])),
+    ],
+    ids=repr,
 )
 def test_arithmetic_is_as_good_as_looking(mask: Mask) -> None:
     """Masks that know their blocks skip and call full just what evaluation would."""
@@ -185,13 +194,14 @@ def test_arithmetic_is_as_good_as_looking(mask: Mask) -> None:
         assert torch.equal(visit & ~partial, pieces.all(2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_drawn_masks_against_the_oracle(data: st.DataObject) -> None:
     sizes = data.draw(problems())
     mask = data.draw(masks(sizes))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    normal = lambda *shape: torch.randn(*shape, generator=generator)
+    # float64: in problems of a few keys gradients cancel to less than what float32 allows to judge
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     q, k = normal(sizes.batch, sizes.query_length, sizes.heads, 8), normal(sizes.batch, sizes.key_length, 2, 8)
     bias = normal(1, sizes.heads, sizes.query_length, sizes.key_length)
     table, cap = normal(sizes.heads, sizes.key_length), Softcap(5.0)
@@ -199,10 +209,10 @@ def test_drawn_masks_against_the_oracle(data: st.DataObject) -> None:
     score = data.draw(st.sampled_from((None, cap, Bias(bias), Bias(bias) & cap, function, function & Alibi() & cap)))
     sinks = data.draw(st.sampled_from((None, normal(sizes.heads))))
     problem = Problem.of(q, k, normal(*k.shape), mask=mask, score=score, sinks=sinks)
-    dout, dlse = normal(*problem.out_shape()), normal(*problem.lse_shape())
+    dout, dlse = normal(*problem.out_shape()), normal(*problem.lse_shape()).float()
     with torch.no_grad():
-        compare(problem, *ops.forward(problem, "cpu"), slack=2.0)
-    compare_grads(problem, run(problem, dout, dlse), dout, dlse, slack=3.0)
+        compare(problem, *ops.forward(problem, "cpu"))
+    compare_grads(problem, run(problem, dout, dlse), dout, dlse)
 
 
 @settings(max_examples=30, deadline=None)
@@ -276,6 +286,41 @@ def test_block_maps_are_kept_until_a_tensor_changes() -> None:
     assert torch.equal(attn3.attention(x, x, x, mask=mask, backend="cpu"), x[:, :1].expand_as(x))
     sizes = Sizes(1, 1, 1, 8, 8, CPU)
     assert lower_mask(mask, sizes).block_map(None, 4, 4) is lower_mask(mask, sizes).block_map(None, 4, 4)
+
+
+def test_memory_is_linear() -> None:
+    """64K tokens in documents, forward and backward: what grows stays far below queries × keys bits, which are 512 MB."""
+    code = textwrap.dedent("""
+        import resource, torch
+        import attn3
+        from attn3.programs import Sizes
+        n = 65536
+        ends = ((torch.arange(n, dtype=torch.int32) // 512 + 1) * 512).view(1, 1, n, 1)
+        x = torch.randn(1, n, 1, 8, requires_grad=True)
+        def call(n):
+            mask = attn3.Columns(ends[:, :, :n], causal=True)
+            attn3.attention(x[:, :n], x[:, :n], x[:, :n], mask=mask).sum().backward()
+        call(2048)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        call(n)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 128, f"{done.stdout.strip()} MiB"
+
+
+def test_fake_tensors_and_inference_leave_nothing_behind() -> None:
+    mask = Chunked(7) & Causal()
+    with FakeTensorMode():
+        x = torch.empty(1, 31, 2, 8)
+        out, lse = attn3.attention(x, x, x, mask=mask, score=Alibi(), return_lse=True)
+        assert out.shape == x.shape and lse.shape == (1, 2, 31)
+    with torch.inference_mode():
+        y = torch.randn(1, 30, 2, 8)
+        attn3.attention(y, y, y, mask=PrefixLM(11))
+    x = torch.randn(1, 31, 2, 8, requires_grad=True)
+    attn3.attention(x, x, x, mask=mask, score=Alibi()).sum().backward()
+    attn3.attention(x[:, :30], x, x, mask=PrefixLM(11)).sum().backward()
 
 
 def test_a_million_tokens_of_documents() -> None:
@@ -441,19 +486,21 @@ def test_a_derivative_without_a_rule_says_so() -> None:
 
 
 class Learned(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(4, 40))
+        self.length = length
+        self.table = torch.nn.Parameter(torch.randn(4, 2 * length))
         self.heat = torch.nn.Parameter(torch.tensor(1.5))
+        self.buckets = torch.nn.Parameter(torch.randn(5))
 
     def forward(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return s * self.heat + self.table[h, q - k + 20]
+        return s * self.heat + self.table[h, q - k + self.length] + self.buckets[(q * 3 + k) % 5]
 
 
-def learned_problem() -> tuple[Learned, Problem]:
+def learned_problem(length: int = 20) -> tuple[Learned, Problem]:
     torch.manual_seed(0)
-    module = Learned()
-    q, k, v = (torch.randn(2, 20, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    module = Learned(length)
+    q, k, v = (torch.randn(2, length, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     return module, Problem.of(q, k, v, mask=Causal() | Chunked(7), score=ScoreFunction(module))
 
 
@@ -487,7 +534,7 @@ def test_only_a_bias_needs_a_gradient() -> None:
 def test_gradients_repeat_bitwise() -> None:
     results = []
     for _ in range(3):
-        module, problem = learned_problem()
+        module, problem = learned_problem(400)  # long enough for torch to share the work out among threads
         out, _ = ops.forward(problem, "cpu")
         out.sin().sum().backward()
         results.append([t.grad for t in (problem.q, problem.k, problem.v, *module.parameters())])
@@ -664,6 +711,10 @@ WRONG = [
     ("function_result", lambda: call(mask=MaskFunction(lambda b, h, q, k: q - k)), "returned torch.int64; return a bool"),
     ("function_shape", lambda: call(mask=MaskFunction(lambda b, h, q, k: torch.ones(3, dtype=torch.bool))),
      "must work element by element"),
+    ("function_reads_past_the_end", lambda: call(mask=MaskFunction(lambda b, h, q, k: TABLE[k] == 0)),
+     "reads past the end of a tensor"),
+    ("score_reads_past_the_end", lambda: call(score=ScoreFunction(lambda s, b, h, q, k: s + TABLE[k])),
+     "reads past the end of a tensor"),
     ("bias_length", lambda: call(score=Bias(torch.zeros(16, 19))), "bias was made for 19 keys and the call has 20"),
     ("bias_heads", lambda: call(score=Bias(torch.zeros(2, 16, 20))), "bias was made for 2 heads"),
     ("bias_dtype", lambda: Bias(torch.ones(2, 2, dtype=torch.bool)), "bias is torch.bool; pass a floating tensor"),

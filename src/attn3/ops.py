@@ -211,7 +211,7 @@ def _backward_program_op(dout, dlse, q, k, v, out, lse, captured, program, wante
             raise Unsupported(f"backend {chosen.name!r} has no backward pass of its own; pass backend='hopper' or 'cpu'")
         of_scores: list[Tensor] = []
         if wanted:
-            if not hasattr(chosen, "backward_of_scores"):
+            if not isinstance(chosen, registry.DifferentiatingScores):
                 raise Unsupported(f"backend {chosen.name!r} has no gradients of what a score captured; pass backend='cpu'")
             dq, dk, dv, dsinks, of_scores = chosen.backward_of_scores(problem, dout, out, lse, dlse, tuple(wanted))
         else:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from attn3.problem import Problem
 
 _WORD = 32
-_ELEMENTS_AT_ONCE = 2**20  # of the booleans that a block map is made from, and of evaluated masks
+_BLOCKS_AT_ONCE = 2**22  # of the booleans that a block map is made from
+_ELEMENTS_AT_ONCE = 2**20  # of evaluated masks, whose positions are int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +111,16 @@ class Lowering:
         return lambda b, t: t[index][b]
 
 
-@functools.lru_cache(maxsize=1024)
 def _number(value: int, device: torch.device) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=device)
+    if torch._C._len_torch_dispatch_stack() > 0:  # a fake tensor of one call must not reach another
+        return torch.tensor([value], dtype=torch.int32, device=device)
+    return _kept_number(value, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_number(value: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a later call may have to keep it for its backward pass
+        return torch.tensor([value], dtype=torch.int32, device=device)
 
 
 def describe_tensors(tensors: tuple[Tensor, ...]) -> Hashable:
@@ -280,7 +288,7 @@ def _build(program: MaskProgram, rows: int, keys: int, by_key: bool) -> BlockMap
     if visit.numel() == 0:
         return BlockMap(visit, partial)
     classify = _classifier(program, rows, keys)
-    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, batch * heads * inner))
+    at_once = max(1, _BLOCKS_AT_ONCE // max(1, batch * heads * inner))
     for begin in range(0, outer, at_once):
         some = range(begin, min(begin + at_once, outer))
         grid = Grid(sizes, rows, keys, *((range(tiles), some) if by_key else (some, range(blocks))))
@@ -342,7 +350,7 @@ def by_evaluation(mask: Lowered, low: Lowering, rows: int, keys: int) -> Classif
             for j in range(0, len(grid.blocks), blocks_at_once):
                 some = grid.blocks[j : j + blocks_at_once]
                 k = _clamp(some.start * keys + torch.arange(len(some) * keys, device=device), key_length)
-                found = as_bool(visible(b, h, q, k, tensors), (b.numel(), h.numel(), rows, k.shape[-1]), device)
+                found = ask(visible, (b, h, q, k), tensors, (b.numel(), h.numel(), rows, k.shape[-1]), device)
                 found = found.unflatten(-1, (len(some), keys))
                 seen[:, :, i, j : j + len(some)] = found.any(-1).any(2)
                 full[:, :, i, j : j + len(some)] = found.all(-1).all(2)
@@ -351,8 +359,13 @@ def by_evaluation(mask: Lowered, low: Lowering, rows: int, keys: int) -> Classif
     return classify
 
 
-def as_bool(found: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """What a mask function returned, as bool of a shape."""
+def ask(visible: Callable[..., Any], at: tuple[Tensor, ...], tensors: tuple[Tensor, ...], shape: tuple[int, ...],
+        device: torch.device) -> Tensor:  # fmt: skip
+    """``visible`` at some positions, as bool of a shape. Raises ``AttentionError`` for what a user's function gets wrong."""
+    try:
+        found = visible(*at, tensors)
+    except IndexError as error:
+        raise AttentionError(f"a mask function reads past the end of a tensor ({error}); make it for these lengths") from None
     if isinstance(found, bool):
         return torch.full((), found, device=device).expand(shape)
     if not isinstance(found, Tensor) or found.dtype is not torch.bool:

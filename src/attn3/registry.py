@@ -53,6 +53,16 @@ class Differentiable(Backend, Protocol):
 
 
 @runtime_checkable
+class DifferentiatingScores(Differentiable, Protocol):
+    """A backend that also has the gradients of the tensors that a score is made of."""
+
+    def backward_of_scores(
+        self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, wanted: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """As ``backward``, and the gradients of ``problem.score_program.tensors`` at the indices ``wanted``."""
+
+
+@runtime_checkable
 class Splitting(Backend, Protocol):
     """A backend that can hand out the results of the parts into which ``problem.num_splits`` cuts the keys."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from attn3.backends.cpu_scores import Changes
 from attn3.masks import visible_range, visit
 from attn3.merge import merge_states
-from attn3.programs import as_bool
+from attn3.programs import ask
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -479,7 +479,7 @@ class _Tile:
         """The mask program's answer, (sequences, query heads, rows, keys), expanded."""
         program, at = self.rule.mask, self.positions(first_key, keys)
         shape = (self.shape[0], self.shape[1] * self.shape[2], self.rows, keys)
-        return as_bool(program.visible(*at, program.tensors), shape, self.q.device)
+        return ask(program.visible, at, program.tensors, shape, self.q.device)
 
     def without_unseen(self, s: Tensor, masked: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Keys and values with zeros for keys that no row of the tile sees, by their scores."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn3.errors import AttentionError
 from attn3.programs import ScoreProgram
+from attn3.scores import Step
 
 
 class Changes:
@@ -41,11 +42,11 @@ class Changes:
                 tape.append((step, at))
                 continue
             if not keep:
-                s = _checked(step.apply(s, b, h, q, k, self.tensors), s)
+                s = _called(step, s, (b, h, q, k), self.tensors)
                 continue
             with torch.enable_grad():
                 old = s.detach().clone().requires_grad_()
-                new = _checked(step.apply(old, b, h, q, k, [self.leaves.get(i, t) for i, t in enumerate(self.tensors)]), old)
+                new = _called(step, old, (b, h, q, k), [self.leaves.get(i, t) for i, t in enumerate(self.tensors)])
             tape.append((step, old, new))
             s = new.detach()
         return s, tape
@@ -79,7 +80,11 @@ def _wide(t: Tensor) -> Tensor:
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
-def _checked(new: Any, s: Tensor) -> Tensor:
+def _called(step: Step, s: Tensor, at: tuple[Tensor, ...], tensors: list[Tensor]) -> Tensor:
+    try:
+        new = step.apply(s, *at, tensors)
+    except IndexError as error:
+        raise AttentionError(f"a score function reads past the end of a tensor ({error}); make it for these lengths") from None
     if not isinstance(new, Tensor):
         new = torch.as_tensor(new, dtype=s.dtype, device=s.device)
     try:
