@@ -121,7 +121,8 @@ def choose(features: Features) -> TunedRow:
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
     if features.softcap or features.scores is not None:  # registers for their arithmetic: half the block, and Q in shared memory
-        narrow = replace(row.tile, block_keys=min(64, row.tile.block_keys), q_in_registers=False)
+        widest = 32 if features.cap is not None and row.head_dim_v == 256 else 64  # both of them beside a wide O
+        narrow = replace(row.tile, block_keys=min(widest, row.tile.block_keys), q_in_registers=False)
         row = replace(row, tile=narrow)
     elif program:  # likewise
         row = replace(row, tile=replace(row.tile, q_in_registers=False))
