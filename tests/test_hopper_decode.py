@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from test_cases import poisoned_memory
 
 from attn3 import AttentionError, CacheView, Full, Keys, decode, ops, registry
-from attn3.backends.hopper import compile, config_decode, environment, launch, launch_decode
-from attn3.backends.hopper.config_decode import BLOCK, ROWS, DecodeFeatures
+from attn3.backends.hopper import compile, config_decode, environment, launch, launch_append, launch_decode
+from attn3.backends.hopper.config_decode import BLOCK, ROWS, AppendFeatures, DecodeFeatures
 from attn3.backends.hopper.parts import splits
+from attn3.cache import write
 from attn3.flash_attn_interface import flash_attn_with_kvcache
 from attn3.problem import Problem
 from attn3.reference import reference
@@ -403,3 +404,104 @@ def test_hopper_says_what_it_does_not_do() -> None:
         ops.forward(problem, "hopper")
     want, _ = reference(problem)
     assert (ops.forward(problem, None)[0].double() - want).abs().max() < 0.05, "another backend takes it"
+
+
+# ---- appending
+
+
+def test_appending_on_the_cpu_is_for_torch_ops() -> None:
+    cache = torch.zeros(1, 8, 1, 8, dtype=torch.bfloat16)
+    new = torch.ones(1, 2, 1, 8, dtype=torch.bfloat16)
+    keys = Keys(torch.zeros(1, dtype=torch.int32))
+    assert launch_append.append in write.WRITERS
+    assert launch_append.append(cache, cache.clone(), new, new, keys, None, None) is None
+
+
+APPENDING = [
+    AppendFeatures("bfloat16", 128, 128, paged=True),
+    AppendFeatures("float16", 72, 40, rows=True, rotary_dim=16, interleaved=True, packed_q=True, packed_new=True, starts=True),
+    AppendFeatures("bfloat16", 128, 128, paged=True, e4m3=True, k_descale=True, v_descale=True, rotary_dim=128, float32_table=True),
+    AppendFeatures("bfloat16", 64, 64, e4m3=True, bytes=True, packed_new=True),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(bool(environment.software_reasons()), reason="needs the `hopper` extra")
+@pytest.mark.parametrize("features", APPENDING, ids=str)
+def test_append_kernels_compile(features: AppendFeatures) -> None:
+    compile.build(features)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["rows", "batch_idx", "pages"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rotary", [None, "interleaved", "halves", "table_in_float32", "own_starts", "still"])
+def test_hopper_append(
+    kind: str, packed: bool, cache_dtype: torch.dtype, rotary: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel against the torch ops: the same slots, the same lengths, and numbers that differ by rounding at most."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    make = {"device": "cuda", "generator": generator}
+    heads, dim, dim_v, batch = 3, 72, 40, 3
+    table = torch.tensor([[3, 0, 5], [1, 6, 2], [4, 99, -1]], dtype=torch.int32, device="cuda") if kind == "pages" else None
+    rows = torch.tensor([2, 0, 7], dtype=torch.int32, device="cuda") if kind == "batch_idx" else None
+    shape = (7, 4) if kind == "pages" else (3, 12)
+    caches = [torch.randn(*shape, heads, n, **make).to(cache_dtype) for n in (dim, dim_v)]
+    cu = torch.tensor([0, 3, 4, 9], dtype=torch.int32, device="cuda") if packed else None
+    fresh = (11,) if packed else (batch, 3)
+    k, v, q = (torch.randn(*fresh, h, n, **make).bfloat16() for h, n in ((heads, dim), (heads, dim_v), (6, dim)))
+    k[..., 5], descales = 1000.0, (None, None)
+    if cache_dtype != torch.bfloat16:
+        descales = tuple(torch.rand(batch, heads, **make) + 0.1 for _ in range(2))
+        descales[0][1, 1] = 0.0
+    angle = torch.randn(13, 16, **make)
+    dtype = torch.float32 if rotary == "table_in_float32" else torch.bfloat16
+    turn = None
+    if rotary is not None:
+        starts = torch.tensor([5, 0, 30], dtype=torch.int32, device="cuda") if rotary == "own_starts" else None
+        turn = write.Rotary(q, angle.cos().to(dtype), angle.sin().to(dtype), rotary == "interleaved", cu, starts, rotary != "still")
+    for used in ([0, 7, 1], [3, 10, 11], [12, 11, 40]):
+        keys = Keys(torch.tensor(used, dtype=torch.int32, device="cuda"), table, rows, None, *descales)
+        results = []
+        for writers in ([launch_append.append], []):
+            monkeypatch.setattr(write, "WRITERS", writers)
+            mine = [c.clone() for c in caches]
+            if turn is None:
+                turned, after = None, write.append(*mine, k, v, keys, cu_seqlens=cu)
+                assert not writers or launch_append.append(*[c.clone() for c in caches], k, v, keys, cu, None) is not None
+            else:
+                turned, after = write.append_rotated(*mine, k, v, keys, turn, cu_seqlens=cu)
+            results.append((*mine, turned, after))
+        (k_got, v_got, q_got, after_got), (k_want, v_want, q_want, after_want) = results
+        assert torch.equal(after_got, after_want)
+        assert torch.equal(v_got.view(torch.uint8), v_want.view(torch.uint8)), "values are only moved"
+        places = (k_want.view(torch.uint8) != caches[0].view(torch.uint8)).flatten(3).any(-1).any(-1)
+        same = torch.where(places[..., None, None], 0.0, k_got.float() - caches[0].float())
+        assert not same.any(), "a slot that is no new token's"
+        tolerance = {"rtol": 2**-3, "atol": 2**-9} if cache_dtype != torch.bfloat16 else {"rtol": 2**-7, "atol": 2**-7}
+        torch.testing.assert_close(k_got.float(), k_want.float(), **tolerance)
+        if q_want is not None:
+            torch.testing.assert_close(q_got, q_want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.gpu
+def test_hopper_a_decoding_step_is_two_launches() -> None:
+    problem = build_cache(CacheCase("step", 1, (700, 30), page=16, head_dim=128, room=2, poison=0.0), "cuda")
+    new = torch.randn(2, 1, 2, 128, device="cuda", dtype=torch.bfloat16)
+    angle = torch.randn(1000, 64, device="cuda")
+    cos, sin = angle.cos(), angle.sin()
+
+    def step() -> None:
+        flash_attn_with_kvcache(
+            problem.q, problem.k, problem.v, new, new, rotary_cos=cos, rotary_sin=sin, causal=True,
+            cache_seqlens=problem.keys.used, page_table=problem.keys.page_table,
+        )  # fmt: skip
+
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 2, kernels

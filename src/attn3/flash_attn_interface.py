@@ -29,7 +29,6 @@ names the argument; nothing is ignored silently.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Sequence
 
 import torch
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from attn3 import ops, settings
 from attn3.api import attention, varlen_attention
-from attn3.cache.write import append, places_of, rotate
+from attn3.cache.write import Rotary, append, append_rotated
 from attn3.errors import AttentionError, Unsupported
 from attn3.fp8 import E4M3, FP8, QuantizedTensor
 from attn3.keys import Keys
@@ -268,13 +267,12 @@ def flash_attn_with_kvcache(
         splits = _splits_of(scheduler_metadata, problem, splits)
     rotary = _check_new(k, v, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_k_new, problem)
     if k is not None:
-        used = cache_seqlens
         if rotary:
-            start = used if rotary_seqlens is None else rotary_seqlens
-            table = functools.partial(rotate, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved)
-            q = table(q, _positions(q, start, cu_seqlens_q, window_of(mask) != (None, None)))
-            k = table(k, _positions(k, start, cu_seqlens_k_new, True))
-        cache_seqlens = append(k_cache, v_cache, k, v, problem.keys, cu_seqlens=cu_seqlens_k_new)
+            counts = window_of(mask) != (None, None)
+            turn = Rotary(q, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_q, rotary_seqlens, counts)
+            q, cache_seqlens = append_rotated(k_cache, v_cache, k, v, problem.keys, turn, cu_seqlens=cu_seqlens_k_new)
+        else:
+            cache_seqlens = append(k_cache, v_cache, k, v, problem.keys, cu_seqlens=cu_seqlens_k_new)
         problem = describe(q, cache_seqlens, splits)
     problem.num_splits = splits
     if not return_softmax_lse:
@@ -439,17 +437,6 @@ def _check_new(
         if t.dtype not in (p.q.dtype, torch.float32) or t.device != p.q.device:
             raise AttentionError(f"{name} is {t.dtype} on {t.device}; pass {p.q.dtype} or float32 on q's device, {p.q.device}")
     return True
-
-
-def _positions(t: Tensor, start: Tensor, cu_seqlens: Tensor | None, step: bool) -> Tensor:
-    """Positions of the tokens of t: ``start`` of their sequence, and with ``step`` counted on from there."""
-    if cu_seqlens is not None:
-        sequence, place, exists = places_of(cu_seqlens, t.shape[0])
-        # rows that belong to no sequence are not looked at; with no sequence at all there is no start to look up
-        start = start[sequence] if start.shape[0] else torch.zeros_like(sequence)
-        return torch.where(exists, start + place if step else start, 0)
-    place = torch.arange(t.shape[1], device=t.device)
-    return start[:, None] + (place if step else torch.zeros_like(place))
 
 
 def _unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attn3 import settings
-from attn3.backends.hopper import config, config_decode, environment, launch, launch_decode
+from attn3.backends.hopper import config, config_decode, environment, launch, launch_append, launch_decode
+from attn3.cache import write
 
 if TYPE_CHECKING:
     from attn3.fp8 import FP8, Parts
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEADS = 65535  # of the backward pass: the second dimension of a grid
 MAX_HEAD_DIM_V = 256  # of the backward pass: dP is a sum over all columns of V at once
+
+write.WRITERS.append(launch_append.append)
 
 
 class HopperBackend:
