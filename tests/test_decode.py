@@ -70,6 +70,19 @@ def test_no_gradient_through_a_cache() -> None:
         assert decode(q, view).shape == problem.out_shape()
 
 
+def test_batch_invariant_is_an_argument_everywhere() -> None:
+    problem = build_cache(CACHE_CASES[0])
+    view = CacheView(problem.k, problem.v, problem.keys)
+    want = decode(problem.q, view)
+    assert torch.equal(decode(problem.q, view, batch_invariant=True), want)
+    got = flash_attn_with_kvcache(
+        problem.q, problem.k, problem.v, cache_seqlens=problem.keys.used, causal=True, batch_invariant=True
+    )
+    assert torch.equal(got, want)
+    compiled = torch.compile(lambda q: decode(q, view, batch_invariant=True), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(problem.q), want), "through the dispatcher"
+
+
 # ---- growing, one token at a time
 
 

@@ -15,7 +15,7 @@ from test_cases import poisoned_memory
 
 from attn3 import AttentionError, CacheView, Full, Keys, decode, ops, registry
 from attn3.backends.hopper import compile, config_decode, environment, launch, launch_append, launch_decode
-from attn3.backends.hopper.config_decode import BLOCK, ROWS, AppendFeatures, DecodeFeatures
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, AppendFeatures, DecodeFeatures
 from attn3.backends.hopper.parts import splits
 from attn3.cache import write
 from attn3.flash_attn_interface import flash_attn_with_kvcache
@@ -111,6 +111,27 @@ def test_work_is_even_whatever_the_lengths(lengths: list[int], kv_heads: int, ct
     assert most <= max(-(-total // ctas), 2 * splits.LEAST)
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 70_000), st.integers(0, 5)), min_size=1, max_size=40),
+    kv_heads=st.integers(1, 4),
+    ctas=st.sampled_from([1, 132, 264]),
+    chunk=st.sampled_from([1, 4, CHUNK]),
+)
+def test_parts_of_a_fixed_size_do_not_depend_on_the_others(
+    lengths: list[tuple[int, int]], kv_heads: int, ctas: int, chunk: int
+) -> None:
+    spans = [splits.span(n, 0, rows, 0, None, 0, 1, BLOCK, ROWS, 40, kv_heads, chunk=chunk) for n, rows in lengths]
+    for s in spans:
+        parts = [(n * chunk, min((n + 1) * chunk, s.blocks)) for n in range(s.units)]
+        assert parts[0][0] == 0 and parts[-1][1] == s.blocks and all(0 < end - begin <= chunk for begin, end in parts)
+    total, capacity = sum(s.work for s in spans), max(n for n, _ in lengths)
+    assert total <= splits.most_units(len(spans), sum(r for _, r in lengths), 40, kv_heads, capacity, BLOCK, ROWS, chunk)
+    cut = splits.share(total, ctas, least=1)
+    most = max(splits.start_of(cta + 1, cut, total) - splits.start_of(cta, cut, total) for cta in range(ctas))
+    assert most <= -(-total // ctas) and splits.start_of(ctas, cut, total) == total
+
+
 # ---- choosing
 
 FEATURES = [
@@ -175,6 +196,14 @@ def test_scratch_does_not_depend_on_lengths_or_hints(launches: list) -> None:
         launch_decode.forward(problem)
     shapes = [arguments[13].shape for _, arguments in launches]
     assert shapes == [(2 * 16, 3 * 2, 64)] * 2, "two slots a CTA; every packed row could be of one sequence"
+
+
+def test_invariant_calls_have_places_for_every_part(launches: list) -> None:
+    problem = build_cache(CacheCase("invariant", 1, (9000, 17), page=64))
+    for changes, counters, slots in (({}, 16, 32), ({"batch_invariant": True}, 2 * 2 * 5, 20), ({"num_splits": 1}, 20, 20)):
+        launch_decode.forward(dataclasses.replace(problem, **changes))
+        features, arguments = launches[-1]
+        assert features.invariant == bool(changes) and len(arguments[15]) == counters and len(arguments[13]) == slots
 
 
 def test_refusals() -> None:
@@ -341,6 +370,25 @@ def test_hopper_two_graphs_on_two_streams() -> None:
         torch.cuda.synchronize()
         for (out, lse), (right, right_lse) in zip([*got, eager], [*want, want[0]], strict=True):
             assert torch.equal(out, right) and torch.equal(lse, right_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [None, 3, 16, 64])
+@pytest.mark.parametrize("cache_dtype", [None, "float8_e4m3fn"])
+def test_hopper_batch_invariance(page: int | None, cache_dtype: str | None) -> None:
+    lengths = (5, 9000, 2048, 2049, 0, 31000, 700, *range(1, 60))
+    case = CacheCase("batch", 2, lengths, page=page, heads=8, head_dim=128, cache_dtype=cache_dtype, sinks=True)
+    problem = dataclasses.replace(build_cache(case, "cuda"), batch_invariant=True)
+    out, lse = ops.forward(problem, "hopper")
+    compare(problem, out, lse)
+    pages = problem.keys.page_table
+    for some in ([1], [5, 0], [0, 1, 2, 3, 4, 5, 6], list(range(len(lengths)))[::-1]):
+        index = torch.tensor(some, device="cuda")
+        rows = index.to(torch.int32) if page is None else None
+        keys = Keys(problem.keys.used[index], None if page is None else pages[index], rows)
+        fewer = dataclasses.replace(problem, q=problem.q[index], keys=keys)
+        got = ops.forward(fewer, "hopper")
+        assert torch.equal(got[0], out[index]) and torch.equal(got[1], lse[index])
 
 
 @pytest.mark.gpu

@@ -208,6 +208,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     sinks: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention over a KV cache, after writing new keys and values into it.
 
@@ -231,6 +232,7 @@ def flash_attn_with_kvcache(
         scheduler_metadata: what ``get_scheduler_metadata`` gave for a call of these sizes; one for another call is an error.
         num_splits: 0 leaves it to attn3; n cuts the keys of each sequence evenly into n parts.
         sinks: (heads,), not in FA3: one logit for each query head that enters the softmax's denominator only.
+        batch_invariant: not in FA3: see ``attn3.decode``; ``num_splits=1`` asks for the same.
         The others: see the module, and ``flash_attn_func``.
 
     Returns:
@@ -259,7 +261,7 @@ def flash_attn_with_kvcache(
     splits = _splits(num_splits)
     describe = lambda q, used, n: Problem.of(
         q, k_cache, v_cache, mask=mask, score=_score(softcap), scale=softmax_scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q, return_lse=return_softmax_lse, num_splits=n,
+        max_seqlen_q=max_seqlen_q, return_lse=return_softmax_lse, num_splits=n, batch_invariant=batch_invariant,
         keys=Keys(used, page_table, cache_batch_idx, cache_leftpad, k_descale, v_descale),
     )  # fmt: skip
     problem = describe(q, cache_seqlens, splits)  # nothing is written before all has been checked

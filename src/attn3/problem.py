@@ -39,8 +39,7 @@ class Problem:
 
     Cached: ``keys`` says where in k and v, the tensors of a KV cache, the keys of each sequence lie; q is dense, or packed by
     ``cu_seqlens_q`` alone. ``num_splits``: the keys of each sequence are cut into that many parts, whose results are merged; None
-    leaves it to the backend. ``out_dtype`` is q's dtype (of FP8 that of what was
-    quantised) or float32.
+    leaves it to the backend. ``out_dtype`` is q's dtype (of FP8 that of what was quantised) or float32.
     """
 
     q: Tensor
@@ -61,6 +60,7 @@ class Problem:
     fp8: Scales | None = None  # with q, k and v in e4m3: what they stand for
     keys: Keys | None = None
     num_splits: int | None = None
+    batch_invariant: bool = False  # of a cached call: nothing in a sequence's result depends on its neighbours, bit for bit
     out_dtype: torch.dtype | None = None  # `of` puts q's dtype in the place of None
 
     def __post_init__(self) -> None:
@@ -88,6 +88,7 @@ class Problem:
         fp8: Scales | None = None,
         keys: Keys | None = None,
         num_splits: int | None = None,
+        batch_invariant: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> Problem:
         packed = cu_seqlens_q is not None
@@ -113,7 +114,7 @@ class Problem:
             raise AttentionError(f"scale is {scale!r}; pass a finite Python number (head_dim ** -0.5 is the default)")
         problem = Problem(
             q, k, v, mask, score, float(scale), sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-            return_lse, deterministic, fp8, keys, num_splits, out_dtype,
+            return_lse, deterministic, fp8, keys, num_splits, batch_invariant, out_dtype,
         )  # fmt: skip
         if sinks is not None:
             _check_sinks(sinks, q)

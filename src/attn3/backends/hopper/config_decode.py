@@ -7,6 +7,7 @@ from functools import cache
 
 ROWS = 64  # (query row, head of a group) pairs of a tile
 BLOCK = 64  # keys of a block
+CHUNK = 32  # blocks of a part where parts do not depend on the other sequences
 SMEM_OF_SM = 228 * 1024  # of which the system takes 1 KB for each CTA
 SMEM_OF_CTA = 227 * 1024
 OTHER_SMEM = 512  # barriers and a few words
@@ -36,6 +37,7 @@ class DecodeFeatures:
     rows: bool = False  # sequences name their rows of a cache without pages
     lse: bool = True
     out_float32: bool = False
+    invariant: bool = False  # nothing in a sequence's result depends on the others
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if f.name != "box" and getattr(self, f.name)]

@@ -1,6 +1,6 @@
 """Calls over a KV cache: tensors -> a launch of the decode kernel. The only place that knows both sides.
 
-Scratch for partial results depends on the number of CTAs and the shape of q alone, comes from torch's allocator on the caller's
+Scratch for partial results depends on the number of CTAs and on shapes alone, comes from torch's allocator on the caller's
 stream, and needs no zeroing. Nothing waits for the device, and the launch does not depend on lengths: a captured graph is right
 for every mix of lengths that fits the cache.
 """
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from attn3.backends.hopper import compile, config_decode, environment, launch
-from attn3.backends.hopper.config_decode import BLOCK, ROWS, DecodeFeatures
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, DecodeFeatures
 from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, WIDEST_V
+from attn3.backends.hopper.parts import splits as line
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -32,6 +33,7 @@ class _Part(NamedTuple):
     kernel: Callable[..., None]
     columns: slice | None
     width: int  # of a row of scratch
+    slots: int
     ctas: int
 
 
@@ -40,6 +42,7 @@ class _Plan(NamedTuple):
 
     lse_shape: tuple[int, ...] | None
     rows: int  # of a part in scratch
+    counters: int  # of this call alone; 0: those that calls on a stream share
     device: int
     parts: tuple[_Part, ...]
     values: tuple[float, float, int, int]  # c, inner, left, right
@@ -69,6 +72,11 @@ def reasons(p: Problem) -> list[str]:
     return found
 
 
+def invariant(p: Problem) -> bool:
+    """Must a sequence's result be the same whatever its neighbours are? FA3's callers ask for one split then."""
+    return p.batch_invariant or p.num_splits == 1
+
+
 def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
     """The features of a problem (of the launch that computes ``width`` columns of V)."""
     left, right = p.window
@@ -93,6 +101,7 @@ def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
         rows=keys.batch_idx is not None,
         lse=p.return_lse,
         out_float32=p.out_dtype == torch.float32,
+        invariant=invariant(p),
     )
 
 
@@ -121,7 +130,7 @@ def _plan_of(p: Problem) -> _Plan:
     q, k, keys, table = p.q, p.k, p.keys, p.keys.page_table
     key = (q.shape, k.shape, p.v.shape, keys.used.shape, None if table is None else table.shape, q.dtype, k.dtype, q.device,
            p.mask, p.score, p.scale, p.return_lse, p.out_dtype, p.sinks is None, p.packed, keys.batch_idx is None,
-           keys.leftpad is None, keys.k_descale is None, keys.v_descale is None)  # fmt: skip
+           keys.leftpad is None, keys.k_descale is None, keys.v_descale is None, invariant(p))  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
@@ -137,17 +146,21 @@ def _plan(p: Problem) -> _Plan:
         c, inner = max(abs(p.scale) * LOG2_E, SMALLEST_SCALE), 0.0
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
-    parts = []
+    parts, group, counters = [], p.heads // p.kv_heads, 0
+    if invariant(p):
+        rows = q.shape[0] if p.packed else q.shape[0] * q.shape[1]
+        counters = line.most_units(p.batch, rows, group, p.kv_heads, p.keys.capacity(p.k), BLOCK, ROWS, CHUNK)
     # TMA cannot describe an empty tensor
     if math.prod(p.out_shape()) > 0 and p.batch > 0 and p.keys.capacity(p.k) > 0:
         for start in range(0, p.head_dim_v, WIDEST_V):
             features = features_of(p, min(WIDEST_V, p.head_dim_v - start))
             columns = slice(start, start + features.head_dim_v) if p.head_dim_v > WIDEST_V else None
             tile = config_decode.choose(features)
-            parts.append(_Part(compile.kernel(features), columns, tile.head_dim_v, tile.ctas * environment.processors(index)))
+            ctas = tile.ctas * environment.processors(index)
+            parts.append(_Part(compile.kernel(features), columns, tile.head_dim_v, counters or 2 * ctas, ctas))
     # max_seqlen_q is a hint, which memory must not depend on
-    rows = min(ROWS, (q.shape[0] if p.packed else q.shape[1]) * (p.heads // p.kv_heads))
-    return _Plan(p.lse_shape() if p.return_lse else None, rows, index, tuple(parts), (c, inner, left or 0, right or 0))
+    rows = min(ROWS, (q.shape[0] if p.packed else q.shape[1]) * group)
+    return _Plan(p.lse_shape() if p.return_lse else None, rows, counters, index, tuple(parts), (c, inner, left or 0, right or 0))
 
 
 def _run(p: Problem, plan: _Plan, out: Tensor, lse: Tensor | None, split: int, splits: int) -> None:
@@ -172,11 +185,14 @@ def _launch(p: Problem, plan: _Plan, out: Tensor, lse: Tensor | None, split: int
     whole: Callable[[Any], Any] = lambda t: None if t is None else t.contiguous()
     sinks = None if p.sinks is None else p.sinks.to(torch.float32).contiguous()
     lengths = (whole(keys.used), table, whole(keys.batch_idx), whole(keys.leftpad), whole(p.cu_seqlens_q))
-    counters = launch.counters(index, 2 * environment.processors(index))
-    for kernel, columns, width, ctas in plan.parts:
+    if plan.counters:
+        counters = q.new_zeros(plan.counters, dtype=torch.int32)
+    else:
+        counters = launch.counters(index, 2 * environment.processors(index))
+    for kernel, columns, width, slots, ctas in plan.parts:
         v_part, out_part = (v, out) if columns is None else (v[..., columns], out[..., columns])
-        partial_o = q.new_empty((2 * ctas, plan.rows, width), dtype=torch.float32)
-        partial_lse = q.new_empty((2 * ctas, plan.rows), dtype=torch.float32)
+        partial_o = q.new_empty((slots, plan.rows, width), dtype=torch.float32)
+        partial_lse = q.new_empty((slots, plan.rows), dtype=torch.float32)
         kernel(q, k, v_part, out_part, lse, *lengths, sinks, keys.k_descale, keys.v_descale, partial_o, partial_lse, counters,
                *plan.values, split, splits, ctas)  # fmt: skip
 
