@@ -62,7 +62,7 @@ class HopperBackend:
             and (q.dtype in DTYPES if problem.fp8 is None else self._accepts_fp8(problem))
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
-            and (not launch_decode.reasons(problem) if problem.keys is not None else self._accepts_plain(problem))
+            and (launch_decode.accepts(problem) if problem.keys is not None else self._accepts_plain(problem))
         )
 
     def _accepts_plain(self, problem: Problem) -> bool:
