@@ -70,6 +70,27 @@ def test_no_gradient_through_a_cache() -> None:
         assert decode(q, view).shape == problem.out_shape()
 
 
+def test_qv_is_a_part_of_the_query_that_meets_the_values() -> None:
+    problem = build_cache(CacheCase("joined", 2, (70, 9), page=None, head_dim=16, head_dim_v=32, dtype="float32", poison=0.0))
+    qv, view = normal(2, 2, 4, 32, seed=5), CacheView(problem.k, problem.v, problem.keys)
+    got, lse = decode(problem.q, view, qv=qv, return_lse=True)
+    joined = CacheView(torch.cat([problem.k, problem.v], -1), problem.v, problem.keys)
+    want, want_lse = decode(torch.cat([problem.q, qv], -1), joined, return_lse=True)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(lse, want_lse, msg="the default scale is that of the joined head")
+    again = flash_attn_with_kvcache(problem.q, problem.k, problem.v, qv=qv, cache_seqlens=problem.keys.used, causal=True)
+    assert torch.equal(again, got)
+    compiled = torch.compile(lambda q, qv: decode(q, view, qv=qv), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(problem.q, qv), got), "through the dispatcher"
+    for wrong, words in ((qv[..., 1:], "head_dim_v at the end"), (qv.double(), "make them equal"), (3, "qv is int")):
+        with pytest.raises(AttentionError, match=words):
+            decode(problem.q, view, qv=wrong)
+    with pytest.raises(Unsupported, match="over a KV cache only"):
+        Problem.of(problem.q, problem.q, problem.q, qv=problem.q)
+    refused = registry.backends()["hopper"].refusals(dataclasses.replace(problem, qv=qv))
+    assert any("latent attention" in reason for reason in refused)
+
+
 def test_batch_invariant_is_an_argument_everywhere() -> None:
     problem = build_cache(CACHE_CASES[0])
     view = CacheView(problem.k, problem.v, problem.keys)
@@ -466,7 +487,7 @@ def test_a_wrong_call_writes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("qv", torch.zeros(1)), ("q_descale", torch.ones(1)), ("attention_chunk", 64), ("sm_margin", 8)],
+    [("q_descale", torch.ones(1)), ("attention_chunk", 64), ("sm_margin", 8)],
 )
 def test_what_is_not_supported_is_named(argument: str, value: object) -> None:
     with pytest.raises(NotImplementedError, match=argument):

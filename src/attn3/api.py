@@ -130,6 +130,7 @@ def decode(
     scale: float | None = None,
     sinks: Tensor | None = None,
     num_splits: int | None = None,
+    qv: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -146,6 +147,9 @@ def decode(
         mask: aligned bottom-right in every sequence by its length in the cache: the last row stands at the last key.
         num_splits: the keys of each sequence are cut evenly into so many parts, whose float32 results are merged; None leaves it
             to the backend. Rounding may differ, nothing else.
+        qv: (batch, rows, heads, head_dim_v), or packed like q: scores are then ``scale * (q k^T + qv v^T)``, the absorbed form of
+            multi-head latent attention, whose cache holds positions in k and the latent vectors in v. ``scale`` is
+            ``(head_dim + head_dim_v) ** -0.5`` if None; a model's own is another one.
         batch_invariant: a sequence's result is the same bit for bit whatever the other sequences of the call are, their number,
             lengths and order: its keys are cut into parts of a fixed size. Costs some speed where few sequences are long.
         The other arguments are those of ``attention``.
@@ -161,7 +165,8 @@ def decode(
         raise AttentionError(f"cache is {type(cache).__name__}; pass a CacheView, such as cache.view(sequences, layer)")
     problem = Problem.of(
         q, cache.k, cache.v, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        return_lse=return_lse, keys=cache.keys, num_splits=num_splits, batch_invariant=batch_invariant, out_dtype=out_dtype,
+        return_lse=return_lse, keys=cache.keys, num_splits=num_splits, qv=qv, batch_invariant=batch_invariant,
+        out_dtype=out_dtype,
     )  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out

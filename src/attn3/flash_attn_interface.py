@@ -23,8 +23,8 @@ Unlike FA3's kernel, every block of keys is added in float32 and no part of V is
 
 ``flash_attn_with_kvcache`` takes e4m3 caches beside half-precision queries, and no ``q_descale``.
 
-What attn3 cannot compute yet (``qv``, ``attention_chunk``) raises ``Unsupported``, a NotImplementedError that
-names the argument; nothing is ignored silently.
+What attn3 cannot compute yet (``attention_chunk``, and ``qv`` except by ``flash_attn_with_kvcache``) raises ``Unsupported``, a
+NotImplementedError that names the argument; nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -221,6 +221,7 @@ def flash_attn_with_kvcache(
             and page size. v_cache: the same with head_dim_v. In q's dtype or float8_e4m3fn. Written in place if k is given.
         k: new keys, (batch, new, kv_heads, head_dim), or with ``cu_seqlens_k_new`` (total_new, kv_heads, head_dim); v: new values.
             Token t of sequence b goes to place ``cache_seqlens[b] + t``, and is attended to.
+        qv: q's shape with head_dim_v at the end: scores are ``softmax_scale * (q k^T + qv v^T)``, see ``attn3.decode``.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), in q's dtype or float32; only with k. k is rotated at its place in the
             sequence, q likewise if there is a causal mask or a window, else all of q at ``cache_seqlens``.
         rotary_interleaved: pairs of columns (2i, 2i + 1), else (i, i + rotary_dim / 2).
@@ -245,7 +246,7 @@ def flash_attn_with_kvcache(
     """
     if q_descale is not None:
         raise Unsupported("q_descale is a tensor; FP8 queries are not supported, pass float16 or bfloat16 and no q_descale")
-    _refuse(qv, attention_chunk, 1, None, sm_margin)
+    _refuse(None, attention_chunk, 1, None, sm_margin)
     mask = _mask(causal, window_size)
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(t, Tensor):
@@ -261,7 +262,8 @@ def flash_attn_with_kvcache(
     splits = _splits(num_splits)
     describe = lambda q, used, n: Problem.of(
         q, k_cache, v_cache, mask=mask, score=_score(softcap), scale=softmax_scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q, return_lse=return_softmax_lse, num_splits=n, batch_invariant=batch_invariant,
+        max_seqlen_q=max_seqlen_q, return_lse=return_softmax_lse, num_splits=n, qv=qv,
+        batch_invariant=batch_invariant,
         keys=Keys(used, page_table, cache_batch_idx, cache_leftpad, k_descale, v_descale),
     )  # fmt: skip
     problem = describe(q, cache_seqlens, splits)  # nothing is written before all has been checked

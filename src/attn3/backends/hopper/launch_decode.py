@@ -54,7 +54,7 @@ _plans: dict[tuple, _Plan] = {}
 def accepts(p: Problem) -> bool:
     """The same answer as no reasons, at the price of a few comparisons in the usual case."""
     k, v, dtype = p.k, p.v, p.q.dtype
-    if k.dtype is dtype and p.out_dtype is dtype and not p.needs_grad:
+    if k.dtype is dtype and p.out_dtype is dtype and p.qv is None and not p.needs_grad:
         (a, b, c, last), (d, e, f, last_v) = k.stride(), v.stride()
         if last == last_v == 1 and not (a | b | c | d | e | f) & 7 and not (k.data_ptr() | v.data_ptr()) & 15:
             return True
@@ -69,6 +69,8 @@ def reasons(p: Problem) -> list[str]:
     q, e4m3 = p.q, p.k.dtype == E4M3
     if not e4m3 and p.k.dtype != q.dtype:
         found.append(f"the cache has dtype {p.k.dtype}; q's, {q.dtype}, or float8_e4m3fn is needed")
+    if p.qv is not None:
+        found.append("qv is a tensor; there is no kernel for the absorbed form of multi-head latent attention, use backend='cpu'")
     if p.out_dtype not in (q.dtype, torch.float32):
         found.append(f"out_dtype is {p.out_dtype}; q's dtype, {q.dtype}, or float32 is needed")
     multiple = 16 if e4m3 else 8
