@@ -70,6 +70,40 @@ def test_no_gradient_through_a_cache() -> None:
         assert decode(q, view).shape == problem.out_shape()
 
 
+@pytest.mark.parametrize("page", [3, 16, 64])
+@pytest.mark.parametrize("rows", [2, (1, 0, 5, 2)])
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "softcap": 5.0}, {"qv": True, "dtype": "float32"}])
+def test_a_shared_prefix_changes_the_work_and_not_the_result(page: int, rows: object, options: dict) -> None:
+    shared = 96 // page
+    case = CacheCase("prefix", rows, (110, 97, 300, 130), page=page, shared=shared, extra_rows=3 * (rows != 2), **options)
+    p = build_cache(case)
+    view, how = CacheView(p.k, p.v, p.keys), {"cu_seqlens_q": p.cu_seqlens_q, "sinks": p.sinks, "score": p.score, "qv": p.qv}
+    out, lse = decode(p.q, view, shared_prefix=shared * page - 2, return_lse=True, **how)
+    compare(p, out, lse)
+    assert torch.equal(decode(p.q, view, shared_prefix=shared * page - 2, **how), out)
+
+
+def test_a_shared_prefix_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = build_cache(CacheCase("prefix_wrong", 2, (60, 40), page=16, shared=2))
+    view = CacheView(p.k, p.v, p.keys)
+    rows = build_cache(CacheCase("prefix_rows", 2, (60, 40), page=None))
+    for changes, words in (
+        ({"shared_prefix": -1}, "pass the number of tokens"),
+        ({"shared_prefix": 1000}, "has room for 64 tokens"),
+        ({"shared_prefix": 8, "mask": Window(9, 0)}, "no left bound"),
+        ({"shared_prefix": 8, "cache": CacheView(rows.k, rows.v, rows.keys)}, "needs a page_table"),
+    ):
+        with pytest.raises((AttentionError, Unsupported), match=words):
+            decode(p.q, **({"cache": view} | changes))
+    monkeypatch.setenv("ATTN3_CHECKS", "1")
+    decode(p.q, view, shared_prefix=32)
+    with pytest.raises(AttentionError, match="each row has to see all"):
+        decode(p.q, view, shared_prefix=39)
+    p.keys.page_table[1, 0] = 0 if p.keys.page_table[1, 0] else 1
+    with pytest.raises(AttentionError, match="do not begin with the same 2 pages"):
+        decode(p.q, view, shared_prefix=32)
+
+
 def test_qv_is_a_part_of_the_query_that_meets_the_values() -> None:
     problem = build_cache(CacheCase("joined", 2, (70, 9), page=None, head_dim=16, head_dim_v=32, dtype="float32", poison=0.0))
     qv, view = normal(2, 2, 4, 32, seed=5), CacheView(problem.k, problem.v, problem.keys)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cases import poisoned_memory
 
-from attn3 import AttentionError, CacheView, Full, Keys, decode, ops, registry
+from attn3 import AttentionError, CacheView, Keys, decode, ops, registry
 from attn3.backends.hopper import compile, config_decode, environment, launch, launch_append, launch_decode
 from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, AppendFeatures, DecodeFeatures
 from attn3.backends.hopper.parts import splits
@@ -419,19 +419,11 @@ def test_hopper_on_another_stream_and_a_strided_query() -> None:
 
 
 @pytest.mark.gpu
-def test_hopper_prefix_shared_by_all_agrees_with_merging() -> None:
-    """Full over the prefix for all rows as one sequence, and each sequence's own keys behind it."""
-    case = CacheCase("prefix", 1, (400, 333, 256), page=64, shared=4, heads=8, head_dim=128)
-    problem = build_cache(case, "cuda")
-    view, one = CacheView(problem.k, problem.v, problem.keys), torch.tensor([256], dtype=torch.int32, device="cuda")
-    prefix = CacheView(problem.k, problem.v, Keys(one, problem.keys.page_table[:1, :4]))
-    common, lse = decode(problem.q.transpose(0, 1), prefix, mask=Full(), return_lse=True, out_dtype=torch.float32, backend="hopper")
-    from attn3 import merge_states
-
-    rest = Keys(problem.keys.used, problem.keys.page_table, leftpad=one.expand(3).contiguous())
-    own = decode(problem.q, CacheView(problem.k, problem.v, rest), return_lse=True, out_dtype=torch.float32, backend="hopper")
-    merged, _ = merge_states([(common.transpose(0, 1), lse.permute(2, 1, 0)), own], out_dtype=torch.bfloat16)
-    torch.testing.assert_close(merged, decode(problem.q, view, backend="hopper"), rtol=2e-2, atol=1e-2)
+@pytest.mark.parametrize("rows", [1, (1, 0, 5)])
+def test_hopper_shared_prefix(rows: object) -> None:
+    problem = build_cache(CacheCase("prefix", rows, (400, 333, 270), page=64, shared=4, heads=8, head_dim=128), "cuda")
+    view, cu = CacheView(problem.k, problem.v, problem.keys), problem.cu_seqlens_q
+    compare(problem, *decode(problem.q, view, cu_seqlens_q=cu, shared_prefix=256, return_lse=True, backend="hopper"))
 
 
 @pytest.mark.gpu
