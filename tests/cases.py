@@ -758,6 +758,7 @@ class CacheCase:
     poison: float = float("nan")
     wild: bool = False
     out_dtype: str | None = None
+    qv: bool = False
     slack: float = 1.0
 
     @property
@@ -802,8 +803,11 @@ def build_cache(case: CacheCase, device: torch.device | str = "cpu", seed: int =
             in_use[slot] = True
     k[~in_use] = c.poison
     v[~in_use] = c.poison
+    qv = normal(*rows_q, c.heads, dim_v) if c.qv else None
     if c.extra_rows:
         q[sum(c.q) :] = c.poison
+        if c.qv:
+            qv[sum(c.q) :] = c.poison
     dtype = getattr(torch, c.dtype)
     q, (k, v) = (
         q.to(device, dtype),
@@ -829,6 +833,7 @@ def build_cache(case: CacheCase, device: torch.device | str = "cpu", seed: int =
     return Problem.of(
         q, k, v, mask=c.mask, score=None if c.softcap is None else Softcap(c.softcap), scale=c.scale,
         sinks=normal(c.heads).to(device) if c.sinks else None, keys=keys, num_splits=c.splits,
+        qv=None if qv is None else qv.to(device, dtype),
         out_dtype=None if c.out_dtype is None else getattr(torch, c.out_dtype), **packed,
     )  # fmt: skip
 
@@ -909,6 +914,20 @@ def _cache_cases() -> list[CacheCase]:
         CacheCase("dim72_v40", 2, (300, 17), head_dim=72, head_dim_v=40, page=3),
         CacheCase("out_fp32", 2, (300, 17), out_dtype="float32"),
         CacheCase("out_fp32_splits", 2, (300, 17), out_dtype="float32", splits=3),
+        # latent attention, absorbed: k holds positions, v what both scores and output are made of
+        *(
+            CacheCase(f"mla_rows_{n}", n, (4, 63, 65, 700), page=64, heads=8, kv_heads=1, head_dim_v=512, qv=True, scale=0.072)
+            for n in (1, 2, 4)
+        ),
+        *(
+            CacheCase(f"mla_heads_{heads}", 1, (70, 129), page=64, heads=heads, kv_heads=1, head_dim_v=512, qv=True, scale=0.072)
+            for heads in (1, 5, 16, 96)
+        ),
+        *(CacheCase(f"mla_splits_{n}", 1, (1000, 3), kv_heads=1, head_dim_v=512, qv=True, splits=n) for n in (4, 32)),
+        CacheCase("mla_ragged_window", (3, 0, 20), (70, 33, 300), page=3, head_dim_v=256, qv=True, mask=Window(9, 0), extra_rows=2),
+        CacheCase("mla_rows_softcap_sinks", 2, (70, 0), page=None, head_dim_v=128, qv=True, softcap=4.0, sinks=True, room=1),
+        CacheCase("mla_fp64", 2, (600, 17), dtype="float64", kv_heads=1, head_dim=16, head_dim_v=64, qv=True, splits=3),
+        CacheCase("mla_e4m3", 1, (300, 17), kv_heads=1, head_dim_v=512, qv=True, cache_dtype="float8_e4m3fn", descale="each"),
         # quantised
         CacheCase("e4m3", 2, (300, 17), cache_dtype="float8_e4m3fn", descale="each"),
         CacheCase("e4m3_fp16_rows", 2, (300, 17), cache_dtype="float8_e4m3fn", descale="each", dtype="float16", page=None,

@@ -70,6 +70,74 @@ def test_no_gradient_through_a_cache() -> None:
         assert decode(q, view).shape == problem.out_shape()
 
 
+@pytest.mark.parametrize("page", [3, 16, 64])
+@pytest.mark.parametrize("rows", [2, (1, 0, 5, 2)])
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "softcap": 5.0}, {"qv": True, "dtype": "float32"}])
+def test_a_shared_prefix_changes_the_work_and_not_the_result(page: int, rows: object, options: dict) -> None:
+    shared = 96 // page
+    case = CacheCase("prefix", rows, (110, 97, 300, 130), page=page, shared=shared, extra_rows=3 * (rows != 2), **options)
+    p = build_cache(case)
+    view, how = CacheView(p.k, p.v, p.keys), {"cu_seqlens_q": p.cu_seqlens_q, "sinks": p.sinks, "score": p.score, "qv": p.qv}
+    out, lse = decode(p.q, view, shared_prefix=shared * page - 2, return_lse=True, **how)
+    compare(p, out, lse)
+    assert torch.equal(decode(p.q, view, shared_prefix=shared * page - 2, **how), out)
+
+
+def test_a_shared_prefix_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = build_cache(CacheCase("prefix_wrong", 2, (60, 40), page=16, shared=2))
+    view = CacheView(p.k, p.v, p.keys)
+    rows = build_cache(CacheCase("prefix_rows", 2, (60, 40), page=None))
+    for changes, words in (
+        ({"shared_prefix": -1}, "pass the number of tokens"),
+        ({"shared_prefix": 1000}, "has room for 64 tokens"),
+        ({"shared_prefix": 8, "mask": Window(9, 0)}, "no left bound"),
+        ({"shared_prefix": 8, "cache": CacheView(rows.k, rows.v, rows.keys)}, "needs a page_table"),
+    ):
+        with pytest.raises((AttentionError, Unsupported), match=words):
+            decode(p.q, **({"cache": view} | changes))
+    monkeypatch.setenv("ATTN3_CHECKS", "1")
+    decode(p.q, view, shared_prefix=32)
+    with pytest.raises(AttentionError, match="each row has to see all"):
+        decode(p.q, view, shared_prefix=39)
+    p.keys.page_table[1, 0] = 0 if p.keys.page_table[1, 0] else 1
+    with pytest.raises(AttentionError, match="do not begin with the same 2 pages"):
+        decode(p.q, view, shared_prefix=32)
+
+
+def test_qv_is_a_part_of_the_query_that_meets_the_values() -> None:
+    problem = build_cache(CacheCase("joined", 2, (70, 9), page=None, head_dim=16, head_dim_v=32, dtype="float32", poison=0.0))
+    qv, view = normal(2, 2, 4, 32, seed=5), CacheView(problem.k, problem.v, problem.keys)
+    got, lse = decode(problem.q, view, qv=qv, return_lse=True)
+    joined = CacheView(torch.cat([problem.k, problem.v], -1), problem.v, problem.keys)
+    want, want_lse = decode(torch.cat([problem.q, qv], -1), joined, return_lse=True)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(lse, want_lse, msg="the default scale is that of the joined head")
+    again = flash_attn_with_kvcache(problem.q, problem.k, problem.v, qv=qv, cache_seqlens=problem.keys.used, causal=True)
+    assert torch.equal(again, got)
+    compiled = torch.compile(lambda q, qv: decode(q, view, qv=qv), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(problem.q, qv), got), "through the dispatcher"
+    for wrong, words in ((qv[..., 1:], "head_dim_v at the end"), (qv.double(), "make them equal"), (3, "qv is int")):
+        with pytest.raises(AttentionError, match=words):
+            decode(problem.q, view, qv=wrong)
+    with pytest.raises(Unsupported, match="over a KV cache only"):
+        Problem.of(problem.q, problem.q, problem.q, qv=problem.q)
+    refused = registry.backends()["hopper"].refusals(dataclasses.replace(problem, qv=qv))
+    assert any("latent attention" in reason for reason in refused)
+
+
+def test_batch_invariant_is_an_argument_everywhere() -> None:
+    problem = build_cache(CACHE_CASES[0])
+    view = CacheView(problem.k, problem.v, problem.keys)
+    want = decode(problem.q, view)
+    assert torch.equal(decode(problem.q, view, batch_invariant=True), want)
+    got = flash_attn_with_kvcache(
+        problem.q, problem.k, problem.v, cache_seqlens=problem.keys.used, causal=True, batch_invariant=True
+    )
+    assert torch.equal(got, want)
+    compiled = torch.compile(lambda q: decode(q, view, batch_invariant=True), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(problem.q), want), "through the dispatcher"
+
+
 # ---- growing, one token at a time
 
 
@@ -453,7 +521,7 @@ def test_a_wrong_call_writes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("qv", torch.zeros(1)), ("q_descale", torch.ones(1)), ("attention_chunk", 64), ("sm_margin", 8)],
+    [("q_descale", torch.ones(1)), ("attention_chunk", 64), ("sm_margin", 8)],
 )
 def test_what_is_not_supported_is_named(argument: str, value: object) -> None:
     with pytest.raises(NotImplementedError, match=argument):

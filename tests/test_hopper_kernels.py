@@ -109,7 +109,7 @@ def decode_features() -> list[DecodeFeatures]:
         common,
         replace(common, paged=False, rows=True, lse=False, head_dim=72, head_dim_v=40),
         replace(common, box=16, **every),
-        replace(common, box=0, softcap=True, **every),
+        replace(common, box=0, softcap=True, invariant=True, **every),
         replace(common, box=0, e4m3=True, k_descale=True, v_descale=True, softcap=True, **every),
         replace(common, box=0, head_dim=256, head_dim_v=256, dtype="float16", negative_scale=True),
     ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn3 import ops
-from attn3.errors import AttentionError
+from attn3 import ops, settings
+from attn3.errors import AttentionError, Unsupported
 from attn3.fp8 import FP8, Quantized, QuantizedTensor, scales_of
-from attn3.keys import CacheView
-from attn3.masks import Causal, Mask, is_window
+from attn3.keys import CacheView, Keys
+from attn3.masks import Causal, Full, Mask, is_window, window_of
+from attn3.merge import merge_states
 from attn3.problem import Problem
 from attn3.scores import Score, Softcap
 
@@ -134,6 +136,9 @@ def decode(
     scale: float | None = None,
     sinks: Tensor | None = None,
     num_splits: int | None = None,
+    qv: Tensor | None = None,
+    shared_prefix: int = 0,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
@@ -149,6 +154,14 @@ def decode(
         mask: aligned bottom-right in every sequence by its length in the cache: the last row stands at the last key.
         num_splits: the keys of each sequence are cut evenly into so many parts, whose float32 results are merged; None leaves it
             to the backend. Rounding may differ, nothing else.
+        qv: (batch, rows, heads, head_dim_v), or packed like q: scores are then ``scale * (q k^T + qv v^T)``, the absorbed form of
+            multi-head latent attention, whose cache holds positions in k and the latent vectors in v. ``scale`` is
+            ``(head_dim + head_dim_v) ** -0.5`` if None; a model's own is another one.
+        shared_prefix: so many tokens at the beginning are in the same pages for all sequences, whose page tables therefore begin
+            alike: their keys are read once for all rows together, as one sequence of the first one's pages, and the results
+            merged. Every row has to stand behind them. Whether that is so is for the caller to know (``ATTN3_CHECKS=1`` looks).
+        batch_invariant: a sequence's result is the same bit for bit whatever the other sequences of the call are, their number,
+            lengths and order: its keys are cut into parts of a fixed size. Costs some speed where few sequences are long.
         The other arguments are those of ``attention``.
 
     Returns:
@@ -160,12 +173,66 @@ def decode(
     """
     if not isinstance(cache, CacheView):
         raise AttentionError(f"cache is {type(cache).__name__}; pass a CacheView, such as cache.view(sequences, layer)")
+    if isinstance(shared_prefix, bool) or not isinstance(shared_prefix, int) or shared_prefix < 0:
+        raise AttentionError(f"shared_prefix is {shared_prefix!r}; pass the number of tokens that all sequences share, or 0")
+    if shared_prefix:
+        options = {"score": score, "scale": scale, "num_splits": num_splits, "batch_invariant": batch_invariant, "backend": backend}
+        out, lse = _behind_a_prefix(q, cache, shared_prefix, cu_seqlens_q, max_seqlen_q, mask, sinks, qv, out_dtype, options)
+        return (out, lse) if return_lse else out
     problem = Problem.of(
         q, cache.k, cache.v, mask=mask, score=score, scale=scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        return_lse=return_lse, keys=cache.keys, num_splits=num_splits, out_dtype=out_dtype,
+        return_lse=return_lse, keys=cache.keys, num_splits=num_splits, qv=qv, batch_invariant=batch_invariant,
+        out_dtype=out_dtype,
     )  # fmt: skip
     out, lse = ops.forward(problem, backend)
     return (out, lse) if return_lse else out
+
+
+def _behind_a_prefix(
+    q: Tensor, cache: CacheView, length: int, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, mask: Mask,
+    sinks: Tensor | None, qv: Tensor | None, out_dtype: torch.dtype | None, options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``decode`` in two parts: the shared tokens for all rows together, and each sequence's own behind them."""
+    keys, table = cache.keys, cache.keys.page_table
+    if table is None or keys.leftpad is not None or keys.k_descale is not None or keys.v_descale is not None:
+        raise Unsupported("shared_prefix is given; it needs a page_table, and neither leftpad nor descales of single sequences")
+    if window_of(mask)[0] is not None:
+        raise Unsupported(
+            f"shared_prefix is given and mask is {mask!r}; every row has to see all of the prefix, pass no left bound"
+        )
+    packed, dtype = cu_seqlens_q is not None, None if q.dtype == torch.float64 else torch.float32
+    rest = CacheView(cache.k, cache.v, Keys(keys.used, table, leftpad=torch.full_like(keys.used, length)))
+    own = decode(q, rest, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, mask=mask, sinks=sinks, qv=qv, return_lse=True,
+                 out_dtype=None if q.dtype == torch.float32 else dtype, **options)  # fmt: skip
+    pages = -(-length // cache.k.shape[1])
+    if pages > table.shape[1]:
+        raise AttentionError(f"shared_prefix is {length}; a sequence has room for {keys.capacity(cache.k)} tokens")
+    if settings.value_checks() and not torch.compiler.is_compiling():
+        _check_prefix(q, keys, length, length // cache.k.shape[1], cu_seqlens_q)
+    if not table.shape[0]:
+        return own[0].to(out_dtype or q.dtype), own[1]
+    one_sequence = lambda t: None if t is None else t[None] if packed else t.flatten(0, 1)[None]
+    used = torch.full((1,), length, dtype=torch.int32, device=q.device)
+    common = CacheView(cache.k, cache.v, Keys(used, table[:1, :pages]))
+    out, lse = decode(one_sequence(q), common, mask=Full(), qv=one_sequence(qv), return_lse=True,
+                      out_dtype=None if q.dtype == torch.float32 else dtype, **options)  # fmt: skip
+    if packed:
+        exists = torch.arange(q.shape[0], device=q.device) < cu_seqlens_q[-1]
+        shared = out[0], lse[0].masked_fill(~exists, -math.inf)
+    else:
+        shared = out.view(*q.shape[:2], *out.shape[2:]), lse[0].unflatten(1, q.shape[:2]).transpose(0, 1)
+    merged, lse = merge_states([shared, own], out_dtype=out_dtype or q.dtype)
+    return merged, lse.to(torch.float32)
+
+
+def _check_prefix(q: Tensor, keys: Keys, length: int, pages: int, cu_seqlens_q: Tensor | None) -> None:
+    rows = torch.full_like(keys.used, q.shape[1]) if cu_seqlens_q is None else cu_seqlens_q.diff()
+    if bool((keys.used - rows < length).any()):
+        raise AttentionError(
+            f"shared_prefix is {length}, and a sequence has no more tokens before its rows; each row has to see all"
+        )
+    if not bool((keys.page_table[:, :pages] == keys.page_table[:1, :pages]).all()):  # one that is partly shared may be a copy
+        raise AttentionError(f"shared_prefix is {length}, and the page tables do not begin with the same {pages} pages")
 
 
 def quantize(

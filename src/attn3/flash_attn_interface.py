@@ -23,13 +23,12 @@ Unlike FA3's kernel, every block of keys is added in float32 and no part of V is
 
 ``flash_attn_with_kvcache`` takes e4m3 caches beside half-precision queries, and no ``q_descale``.
 
-What attn3 cannot compute yet (``qv``, ``attention_chunk``) raises ``Unsupported``, a NotImplementedError that
-names the argument; nothing is ignored silently.
+What attn3 cannot compute yet (``attention_chunk``, and ``qv`` except by ``flash_attn_with_kvcache``) raises ``Unsupported``, a
+NotImplementedError that names the argument; nothing is ignored silently.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Sequence
 
 import torch
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from attn3 import ops, settings
 from attn3.api import attention, varlen_attention
-from attn3.cache.write import append, places_of, rotate
+from attn3.cache.write import Rotary, append, append_rotated
 from attn3.errors import AttentionError, Unsupported
 from attn3.fp8 import E4M3, FP8, QuantizedTensor
 from attn3.keys import Keys
@@ -209,6 +208,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     sinks: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention over a KV cache, after writing new keys and values into it.
 
@@ -221,6 +221,7 @@ def flash_attn_with_kvcache(
             and page size. v_cache: the same with head_dim_v. In q's dtype or float8_e4m3fn. Written in place if k is given.
         k: new keys, (batch, new, kv_heads, head_dim), or with ``cu_seqlens_k_new`` (total_new, kv_heads, head_dim); v: new values.
             Token t of sequence b goes to place ``cache_seqlens[b] + t``, and is attended to.
+        qv: q's shape with head_dim_v at the end: scores are ``softmax_scale * (q k^T + qv v^T)``, see ``attn3.decode``.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), in q's dtype or float32; only with k. k is rotated at its place in the
             sequence, q likewise if there is a causal mask or a window, else all of q at ``cache_seqlens``.
         rotary_interleaved: pairs of columns (2i, 2i + 1), else (i, i + rotary_dim / 2).
@@ -232,6 +233,7 @@ def flash_attn_with_kvcache(
         scheduler_metadata: what ``get_scheduler_metadata`` gave for a call of these sizes; one for another call is an error.
         num_splits: 0 leaves it to attn3; n cuts the keys of each sequence evenly into n parts.
         sinks: (heads,), not in FA3: one logit for each query head that enters the softmax's denominator only.
+        batch_invariant: not in FA3: see ``attn3.decode``; ``num_splits=1`` asks for the same.
         The others: see the module, and ``flash_attn_func``.
 
     Returns:
@@ -244,7 +246,7 @@ def flash_attn_with_kvcache(
     """
     if q_descale is not None:
         raise Unsupported("q_descale is a tensor; FP8 queries are not supported, pass float16 or bfloat16 and no q_descale")
-    _refuse(qv, attention_chunk, 1, None, sm_margin)
+    _refuse(None, attention_chunk, 1, None, sm_margin)
     mask = _mask(causal, window_size)
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(t, Tensor):
@@ -260,7 +262,8 @@ def flash_attn_with_kvcache(
     splits = _splits(num_splits)
     describe = lambda q, used, n: Problem.of(
         q, k_cache, v_cache, mask=mask, score=_score(softcap), scale=softmax_scale, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q, return_lse=return_softmax_lse, num_splits=n,
+        max_seqlen_q=max_seqlen_q, return_lse=return_softmax_lse, num_splits=n, qv=qv,
+        batch_invariant=batch_invariant,
         keys=Keys(used, page_table, cache_batch_idx, cache_leftpad, k_descale, v_descale),
     )  # fmt: skip
     problem = describe(q, cache_seqlens, splits)  # nothing is written before all has been checked
@@ -268,13 +271,12 @@ def flash_attn_with_kvcache(
         splits = _splits_of(scheduler_metadata, problem, splits)
     rotary = _check_new(k, v, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_k_new, problem)
     if k is not None:
-        used = cache_seqlens
         if rotary:
-            start = used if rotary_seqlens is None else rotary_seqlens
-            table = functools.partial(rotate, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved)
-            q = table(q, _positions(q, start, cu_seqlens_q, window_of(mask) != (None, None)))
-            k = table(k, _positions(k, start, cu_seqlens_k_new, True))
-        cache_seqlens = append(k_cache, v_cache, k, v, problem.keys, cu_seqlens=cu_seqlens_k_new)
+            counts = window_of(mask) != (None, None)
+            turn = Rotary(q, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_q, rotary_seqlens, counts)
+            q, cache_seqlens = append_rotated(k_cache, v_cache, k, v, problem.keys, turn, cu_seqlens=cu_seqlens_k_new)
+        else:
+            cache_seqlens = append(k_cache, v_cache, k, v, problem.keys, cu_seqlens=cu_seqlens_k_new)
         problem = describe(q, cache_seqlens, splits)
     problem.num_splits = splits
     if not return_softmax_lse:
@@ -439,17 +441,6 @@ def _check_new(
         if t.dtype not in (p.q.dtype, torch.float32) or t.device != p.q.device:
             raise AttentionError(f"{name} is {t.dtype} on {t.device}; pass {p.q.dtype} or float32 on q's device, {p.q.device}")
     return True
-
-
-def _positions(t: Tensor, start: Tensor, cu_seqlens: Tensor | None, step: bool) -> Tensor:
-    """Positions of the tokens of t: ``start`` of their sequence, and with ``step`` counted on from there."""
-    if cu_seqlens is not None:
-        sequence, place, exists = places_of(cu_seqlens, t.shape[0])
-        # rows that belong to no sequence are not looked at; with no sequence at all there is no start to look up
-        start = start[sequence] if start.shape[0] else torch.zeros_like(sequence)
-        return torch.where(exists, start + place if step else start, 0)
-    place = torch.arange(t.shape[1], device=t.device)
-    return start[:, None] + (place if step else torch.zeros_like(place))
 
 
 def _unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ _OPTIONS = (
 # of calls without a gradient: the fields of a Keys (its `used` says that there is one)
 _CACHE = (
     "Tensor? cache_seqlens=None, Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None,"
-    " Tensor? k_descale=None, Tensor? v_descale=None, int? num_splits=None"
+    " Tensor? k_descale=None, Tensor? v_descale=None, int? num_splits=None, Tensor? qv=None, bool batch_invariant=False"
 )
 for _name in ("forward", "partials"):
     _LIBRARY.define(
@@ -74,7 +74,8 @@ _LIBRARY.define(
 def _problem(
     q, k, v, *, scale, window_left=None, window_right=None, softcap=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None,
     seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, cache_seqlens=None,
-    page_table=None, cache_batch_idx=None, cache_leftpad=None, k_descale=None, v_descale=None, num_splits=None, out_dtype=None,
+    page_table=None, cache_batch_idx=None, cache_leftpad=None, k_descale=None, v_descale=None, num_splits=None,
+    qv=None, batch_invariant=False, out_dtype=None,
 ):  # fmt: skip
     keys = None
     if cache_seqlens is not None:
@@ -83,7 +84,7 @@ def _problem(
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     return Problem(
         q, k, v, mask, score, scale, sinks, *lengths, deterministic=deterministic, keys=keys, num_splits=num_splits,
-        out_dtype=out_dtype,
+        qv=qv, batch_invariant=batch_invariant, out_dtype=out_dtype,
     )  # fmt: skip
 
 
@@ -498,7 +499,7 @@ def _through_dispatcher(problem: Problem, backend: str | None, op: str = "forwar
         k = problem.keys
         cache = {
             "cache_seqlens": k.used, "page_table": k.page_table, "cache_batch_idx": k.batch_idx, "cache_leftpad": k.leftpad,
-            "k_descale": k.k_descale, "v_descale": k.v_descale,
+            "k_descale": k.k_descale, "v_descale": k.v_descale, "qv": problem.qv, "batch_invariant": problem.batch_invariant,
         }  # fmt: skip
     return getattr(torch.ops.attn3, op)(
         problem.q, problem.k, problem.v, scale=problem.scale, window_left=left, window_right=right, softcap=problem.softcap,

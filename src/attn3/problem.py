@@ -40,8 +40,8 @@ class Problem:
 
     Cached: ``keys`` says where in k and v, the tensors of a KV cache, the keys of each sequence lie; q is dense, or packed by
     ``cu_seqlens_q`` alone. ``num_splits``: the keys of each sequence are cut into that many parts, whose results are merged; None
-    leaves it to the backend. ``out_dtype`` is q's dtype (of FP8 that of what was
-    quantised) or float32.
+    leaves it to the backend. ``qv``, q's shape with head_dim_v: scores are ``scale * (q k^T + qv v^T)``, the absorbed form of
+    multi-head latent attention. ``out_dtype`` is q's dtype (of FP8 that of what was quantised) or float32.
 
     ``mask_program``: what a mask that is no window was lowered to; ``window`` is then unlimited. ``score_program``: the changes of
     scores besides a softcap.
@@ -65,6 +65,8 @@ class Problem:
     fp8: Scales | None = None  # with q, k and v in e4m3: what they stand for
     keys: Keys | None = None
     num_splits: int | None = None
+    qv: Tensor | None = None
+    batch_invariant: bool = False  # of a cached call: nothing in a sequence's result depends on its neighbours, bit for bit
     out_dtype: torch.dtype | None = None  # `of` puts q's dtype in the place of None
     mask_program: MaskProgram | None = None
     score_program: ScoreProgram | None = None
@@ -94,6 +96,8 @@ class Problem:
         fp8: Scales | None = None,
         keys: Keys | None = None,
         num_splits: int | None = None,
+        qv: Tensor | None = None,
+        batch_invariant: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> Problem:
         packed = cu_seqlens_q is not None
@@ -114,12 +118,14 @@ class Problem:
         if score is not None and not isinstance(score, Score):
             raise AttentionError(f"score is {score!r}; pass attn3.Softcap(cap), or None, or another of attn3's scores")
         if scale is None:
-            scale = q.shape[-1] ** -0.5
+            scale = (q.shape[-1] + (0 if qv is None else v.shape[-1])) ** -0.5
         elif isinstance(scale, bool) or not isinstance(scale, _NUMBERS) or not math.isfinite(scale):
             raise AttentionError(f"scale is {scale!r}; pass a finite Python number (head_dim ** -0.5 is the default)")
+        if qv is not None:
+            qv = _check_qv(qv, q, v, keys)
         problem = Problem(
             q, k, v, mask, score, float(scale), sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-            return_lse, deterministic, fp8, keys, num_splits, out_dtype,
+            return_lse, deterministic, fp8, keys, num_splits, qv, batch_invariant, out_dtype,
         )  # fmt: skip
         if sinks is not None:
             _check_sinks(sinks, q)
@@ -182,6 +188,7 @@ class Problem:
             or self.v.requires_grad
             or (self.sinks is not None and self.sinks.requires_grad)
             or (self.score_program is not None and self.score_program.needs_grad)
+            or (self.qv is not None and self.qv.requires_grad)
         )
 
     def out_shape(self) -> tuple[int, ...]:
@@ -208,6 +215,8 @@ class Problem:
         if self.keys is not None:
             cache = "a cache" if self.keys.page_table is None else f"a cache of pages of {self.k.shape[1]}"
             parts.append(cache if self.k.dtype == self.q.dtype else f"{cache} in {str(self.k.dtype).removeprefix('torch.')}")
+        if self.qv is not None:
+            parts.append("qv")
         if self.num_splits not in (None, 1):
             parts.append(f"{self.num_splits} splits")
         if self.fp8 is None and self.out_dtype != self.q.dtype:
@@ -328,6 +337,21 @@ def _check_cache_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     _check_heads(q.shape, k.shape, v.shape)
     if k.shape[:2] != v.shape[:2]:
         raise AttentionError(f"k_cache has shape {tuple(k.shape)} and v_cache {tuple(v.shape)}; the first two sizes must be equal")
+
+
+def _check_qv(qv: Tensor, q: Tensor, v: Tensor, keys: Keys | None) -> Tensor:
+    if keys is None:
+        raise Unsupported("qv is a tensor; it is supported over a KV cache only (attn3.decode, flash_attn_with_kvcache)")
+    wanted = (*q.shape[:-1], v.shape[-1])
+    if not isinstance(qv, Tensor) or tuple(qv.shape) != wanted:
+        got = tuple(qv.shape) if isinstance(qv, Tensor) else type(qv).__name__
+        raise AttentionError(f"qv is {got}; pass a tensor of q's shape with head_dim_v at the end, {wanted}")
+    kind = "cuda" if q.is_cuda else "cpu"
+    if torch.is_autocast_enabled(kind) and qv.dtype in _CAST:
+        qv = qv.to(q.dtype)  # which is autocast's by now
+    if qv.dtype != q.dtype or qv.device != q.device:
+        raise AttentionError(f"qv is {qv.dtype} on {qv.device} and q {q.dtype} on {q.device}; make them equal")
+    return qv
 
 
 def _check_keys(p: Problem) -> None:

@@ -44,6 +44,9 @@ def reference(
     for b in range(p.batch):
         q = _sequence(p.q, b, starts_q)
         k, v = (_sequence(t, b, starts_k) if p.keys is None else _cached(p, t, b, compute_dtype) for t in (p.k, p.v))
+        if p.qv is not None:  # one long head
+            qv = _sequence(p.qv, b, starts_q)
+            q, k = torch.cat([q, qv], -1), torch.cat([k.to(compute_dtype), v.to(compute_dtype)], -1)
         rows = q.shape[1] if used_q is None else used_q[b]
         keys = k.shape[1] if used_k is None else used_k[b]  # of a cache only what is in use was taken
         out, lse = _pad_rows(*_attend(q[:, :rows], k[:, :keys], v[:, :keys], *how, b), q.shape[1])

@@ -111,7 +111,8 @@ def run(problem: Problem, out: Tensor | None, lse: Tensor, split: tuple[int, int
     with torch.autocast(p.q.device.type, enabled=False):  # it would turn the float32 products below into half precision
         for part in _parts(p):
             keys = part.source or _Dense(part.keys(p.k), part.keys(p.v))
-            _attend(part.queries(p.q), keys, None if out is None else part.queries(out), part.per_row(lse), rule, part.first)
+            q = part.queries(p.q) if p.qv is None else torch.cat([part.queries(p.q), part.queries(p.qv)], -1)
+            _attend(q, keys, None if out is None else part.queries(out), part.per_row(lse), rule, part.first)
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ def _cached_parts(p: Problem) -> Iterator[_Part]:
         source = _Cached(
             p.k, p.v, torch.tensor(b) if places is None else places[b], min(max(leftpad[b], 0), end), end,
             None if keys.k_descale is None else keys.k_descale[b], None if keys.v_descale is None else keys.v_descale[b],
+            p.qv is not None,
         )  # fmt: skip
         row = slice(0, p.q.shape[1]) if starts is None else slice(starts[b], starts[b + 1])
         yield _Part(None if p.packed else slice(b, b + 1), row, source=source)
@@ -204,6 +206,7 @@ class _Cached:
     end: int
     k_descale: Tensor | None
     v_descale: Tensor | None
+    joined: bool  # queries meet each key and its value, side by side
 
     @property
     def length(self) -> int:
@@ -219,7 +222,7 @@ class _Cached:
 
     def piece(self, some: slice, heads: slice) -> _Cached:
         descales = (None if d is None else d[heads] for d in (self.k_descale, self.v_descale))
-        return _Cached(self.k[:, :, heads], self.v[:, :, heads], self.place, self.first, self.end, *descales)
+        return _Cached(self.k[:, :, heads], self.v[:, :, heads], self.place, self.first, self.end, *descales, self.joined)
 
     def load(self, begin: int, end: int, dtype: torch.dtype, with_v: bool) -> tuple[Tensor, Tensor | None]:
         slots: tuple[Tensor | slice, ...] = (self.place, slice(begin + self.first, end + self.first))
@@ -228,7 +231,8 @@ class _Cached:
             size = self.k.shape[1]
             slots = (self.place[token // size], token % size)
         k = self._block(self.k[slots], self.k_descale, dtype)
-        return k, self._block(self.v[slots], self.v_descale, dtype) if with_v else None
+        v = self._block(self.v[slots], self.v_descale, dtype) if with_v or self.joined else None
+        return torch.cat([k, v], -1) if self.joined else k, v
 
     @staticmethod
     def _block(t: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn3.backends.hopper import config, config_decode, environment, launch, launch_decode
+from attn3.backends.hopper import config, config_decode, environment, launch, launch_append, launch_decode
+from attn3.cache import write
 
 if TYPE_CHECKING:
     from attn3.fp8 import FP8, Parts
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEADS = 65535  # of the backward pass: the second dimension of a grid
 MAX_HEAD_DIM_V = 256  # of the backward pass: dP is a sum over all columns of V at once
+
+write.WRITERS.append(launch_append.append)
 
 
 class HopperBackend:
@@ -59,7 +62,7 @@ class HopperBackend:
             and (q.dtype in DTYPES if problem.fp8 is None else self._accepts_fp8(problem))
             and not environment.software_reasons()
             and not environment.device_reasons(q.device.index)
-            and (not launch_decode.reasons(problem) if problem.keys is not None else self._accepts_plain(problem))
+            and (launch_decode.accepts(problem) if problem.keys is not None else self._accepts_plain(problem))
         )
 
     def _accepts_plain(self, problem: Problem) -> bool:

@@ -26,7 +26,7 @@ import torch
 from attn3 import settings
 from attn3.backends.hopper import config, config_decode, config_fp8, disk_cache, environment
 from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs, TunedRow
-from attn3.backends.hopper.config_decode import DecodeFeatures
+from attn3.backends.hopper.config_decode import AppendFeatures, DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, QuantizeFeatures
 from attn3.errors import Unsupported
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("attn3")
 
-AnyFeatures = Features | BackwardFeatures | DecodeFeatures | Fp8Features | QuantizeFeatures
+AnyFeatures = Features | BackwardFeatures | DecodeFeatures | AppendFeatures | Fp8Features | QuantizeFeatures
 AnyRow = TunedRow | BackwardRow
 
 ARCH = "sm_90a"
@@ -104,7 +104,7 @@ def _link_and_load(disk: disk_cache.DiskCache, key: str, path: Path) -> Callable
 
 
 def _tile(features: AnyFeatures) -> Any:
-    """What a kernel depends on besides its features; None for the quantising kernels."""
+    """What a kernel depends on besides its features; None for the quantising and appending kernels."""
     if isinstance(features, Features):
         return config.choose(features).tile
     if isinstance(features, BackwardFeatures):
@@ -161,6 +161,10 @@ def build(features: AnyFeatures, row: AnyRow | None = None, options: str = "", p
         from attn3.backends.hopper import compile_decode
 
         kernel, arguments = compile_decode.describe(features)
+    elif isinstance(features, AppendFeatures):
+        from attn3.backends.hopper import compile_decode
+
+        kernel, arguments = compile_decode.describe_append(features)
     else:
         from attn3.backends.hopper import compile_fp8
 

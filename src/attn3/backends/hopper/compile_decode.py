@@ -1,10 +1,10 @@
-"""The decode kernel and its arguments as the compiler sees them: equal sizes are equal at run time, too."""
+"""The decode and append kernels and their arguments as the compiler sees them: equal sizes are equal at run time, too."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from attn3.backends.hopper.config_decode import DecodeFeatures, choose
+from attn3.backends.hopper.config_decode import AppendFeatures, DecodeFeatures, choose
 
 
 def describe(features: DecodeFeatures) -> tuple[Any, list[Any]]:
@@ -47,4 +47,39 @@ def describe(features: DecodeFeatures) -> tuple[Any, list[Any]]:
         numbers(f.k_descale), numbers(f.v_descale), partial,
         make_fake_tensor(Float32, (slots, rows_of_part), (any_stride(), 1), assumed_align=4), vector(size()),
         Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0), Int32(1), Int32(264),
+    ]  # fmt: skip
+
+
+def describe_append(features: AppendFeatures) -> tuple[Any, list[Any]]:
+    """(kernel, arguments without the stream)"""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32, Uint8
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from attn3.backends.hopper.kernels.append import AppendKernel
+    from attn3.backends.hopper.kernels.forward import DTYPES
+
+    f, dtype = features, DTYPES[features.dtype]
+    size, any_stride = cute.sym_int, cute.sym_int64
+    batch, seqlen_q, heads, kv_heads, pages, page_size, positions = (size() for _ in range(7))
+    new = (size(),) if f.packed_new else (batch, size())
+
+    def tensor(element: Any, *shape: Any, given: bool = True) -> Any:
+        strides = (*(any_stride() for _ in shape[1:]), 1)
+        return make_fake_tensor(element, shape, strides, assumed_align=element.width // 8) if given else None
+
+    def numbers(given: bool) -> Any:
+        return make_fake_tensor(Float32, (batch, kv_heads), (any_stride(), any_stride()), assumed_align=4) if given else None
+
+    q = (seqlen_q, heads, f.head_dim) if f.packed_q else (batch, seqlen_q, heads, f.head_dim)
+    fresh, cached = Uint8 if f.bytes else dtype, Uint8 if f.e4m3 else dtype
+    angles = Float32 if f.float32_table else dtype
+    return AppendKernel(f), [
+        tensor(dtype, *q, given=f.rotary), tensor(dtype, *q, given=f.rotary), tensor(fresh, *new, kv_heads, f.head_dim),
+        tensor(fresh, *new, kv_heads, f.head_dim_v), tensor(cached, pages, page_size, kv_heads, f.head_dim),
+        tensor(cached, pages, page_size, kv_heads, f.head_dim_v), tensor(Int32, batch), tensor(Int32, batch),
+        tensor(Int32, batch, size(), given=f.paged), tensor(Int32, batch, given=f.rows), tensor(Int32, size(), given=f.packed_q),
+        tensor(Int32, size(), given=f.packed_new), tensor(Int32, batch, given=f.starts),
+        tensor(angles, positions, f.rotary_dim // 2, given=f.rotary), tensor(angles, positions, f.rotary_dim // 2, given=f.rotary),
+        numbers(f.k_descale), numbers(f.v_descale), Int32(1),
     ]  # fmt: skip

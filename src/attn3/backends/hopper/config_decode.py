@@ -7,6 +7,7 @@ from functools import cache
 
 ROWS = 64  # (query row, head of a group) pairs of a tile
 BLOCK = 64  # keys of a block
+CHUNK = 32  # blocks of a part where parts do not depend on the other sequences
 SMEM_OF_SM = 228 * 1024  # of which the system takes 1 KB for each CTA
 SMEM_OF_CTA = 227 * 1024
 OTHER_SMEM = 512  # barriers and a few words
@@ -36,6 +37,7 @@ class DecodeFeatures:
     rows: bool = False  # sequences name their rows of a cache without pages
     lse: bool = True
     out_float32: bool = False
+    invariant: bool = False  # nothing in a sequence's result depends on the others
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if f.name != "box" and getattr(self, f.name)]
@@ -92,3 +94,32 @@ def choose(features: DecodeFeatures) -> DecodeTile:
     tile = DecodeTile(width, width_v, ctas, stages, staged, (loading, attending))
     tile.check()
     return tile
+
+
+@dataclass(frozen=True)
+class AppendFeatures:
+    """What needs an append kernel of its own."""
+
+    dtype: str  # of q, and of new keys and values unless ``bytes``
+    head_dim: int
+    head_dim_v: int
+    paged: bool = False
+    rows: bool = False  # sequences name their rows of a cache without pages
+    e4m3: bool = False  # the cache is in float8_e4m3fn
+    bytes: bool = False  # and so are the new keys and values
+    k_descale: bool = False
+    v_descale: bool = False
+    packed_q: bool = False
+    packed_new: bool = False
+    rotary_dim: int = 0  # 0: nothing is rotated
+    interleaved: bool = False
+    float32_table: bool = False
+    starts: bool = False  # rotary positions begin elsewhere than at the lengths
+
+    @property
+    def rotary(self) -> bool:
+        return self.rotary_dim > 0
+
+    def __str__(self) -> str:
+        on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]
+        return " ".join(["append", self.dtype, f"D{self.head_dim}/{self.head_dim_v}", *on])

@@ -1,6 +1,6 @@
 """Calls over a KV cache: tensors -> a launch of the decode kernel. The only place that knows both sides.
 
-Scratch for partial results depends on the number of CTAs and the shape of q alone, comes from torch's allocator on the caller's
+Scratch for partial results depends on the number of CTAs and on shapes alone, comes from torch's allocator on the caller's
 stream, and needs no zeroing. Nothing waits for the device, and the launch does not depend on lengths: a captured graph is right
 for every mix of lengths that fits the cache.
 """
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple
+from typing import TYPE_CHECKING, Callable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn3.backends.hopper import compile, config_decode, environment, launch
-from attn3.backends.hopper.config_decode import BLOCK, ROWS, DecodeFeatures
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, DecodeFeatures
 from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, WIDEST_V
+from attn3.backends.hopper.parts import splits as line
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
@@ -32,6 +33,7 @@ class _Part(NamedTuple):
     kernel: Callable[..., None]
     columns: slice | None
     width: int  # of a row of scratch
+    slots: int
     ctas: int
 
 
@@ -40,12 +42,23 @@ class _Plan(NamedTuple):
 
     lse_shape: tuple[int, ...] | None
     rows: int  # of a part in scratch
+    counters: int  # of this call alone; 0: those that calls on a stream share
     device: int
     parts: tuple[_Part, ...]
     values: tuple[float, float, int, int]  # c, inner, left, right
 
 
 _plans: dict[tuple, _Plan] = {}
+
+
+def accepts(p: Problem) -> bool:
+    """The same answer as no reasons, at the price of a few comparisons in the usual case."""
+    k, v, dtype = p.k, p.v, p.q.dtype
+    if k.dtype is dtype and p.out_dtype is dtype and p.qv is None and not p.needs_grad:
+        (a, b, c, last), (d, e, f, last_v) = k.stride(), v.stride()
+        if last == last_v == 1 and not (a | b | c | d | e | f) & 7 and not (k.data_ptr() | v.data_ptr()) & 15:
+            return True
+    return not reasons(p)
 
 
 def reasons(p: Problem) -> list[str]:
@@ -56,6 +69,8 @@ def reasons(p: Problem) -> list[str]:
     q, e4m3 = p.q, p.k.dtype == E4M3
     if not e4m3 and p.k.dtype != q.dtype:
         found.append(f"the cache has dtype {p.k.dtype}; q's, {q.dtype}, or float8_e4m3fn is needed")
+    if p.qv is not None:
+        found.append("qv is a tensor; there is no kernel for the absorbed form of multi-head latent attention, use backend='cpu'")
     if p.out_dtype not in (q.dtype, torch.float32):
         found.append(f"out_dtype is {p.out_dtype}; q's dtype, {q.dtype}, or float32 is needed")
     multiple = 16 if e4m3 else 8
@@ -67,6 +82,11 @@ def reasons(p: Problem) -> list[str]:
             wanted = f"a last one of 1, multiples of {multiple} and an address that is a multiple of 16"
             found.append(f"{name} has strides {strides} and begins at {t.data_ptr() % 16} modulo 16; {wanted} are needed")
     return found
+
+
+def invariant(p: Problem) -> bool:
+    """Must a sequence's result be the same whatever its neighbours are? FA3's callers ask for one split then."""
+    return p.batch_invariant or p.num_splits == 1
 
 
 def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
@@ -93,6 +113,7 @@ def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
         rows=keys.batch_idx is not None,
         lse=p.return_lse,
         out_float32=p.out_dtype == torch.float32,
+        invariant=invariant(p),
     )
 
 
@@ -121,7 +142,7 @@ def _plan_of(p: Problem) -> _Plan:
     q, k, keys, table = p.q, p.k, p.keys, p.keys.page_table
     key = (q.shape, k.shape, p.v.shape, keys.used.shape, None if table is None else table.shape, q.dtype, k.dtype, q.device,
            p.mask, p.score, p.scale, p.return_lse, p.out_dtype, p.sinks is None, p.packed, keys.batch_idx is None,
-           keys.leftpad is None, keys.k_descale is None, keys.v_descale is None)  # fmt: skip
+           keys.leftpad is None, keys.k_descale is None, keys.v_descale is None, invariant(p))  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
@@ -137,17 +158,21 @@ def _plan(p: Problem) -> _Plan:
         c, inner = max(abs(p.scale) * LOG2_E, SMALLEST_SCALE), 0.0
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
-    parts = []
+    parts, group, counters = [], p.heads // p.kv_heads, 0
+    if invariant(p):
+        rows = q.shape[0] if p.packed else q.shape[0] * q.shape[1]
+        counters = line.most_units(p.batch, rows, group, p.kv_heads, p.keys.capacity(p.k), BLOCK, ROWS, CHUNK)
     # TMA cannot describe an empty tensor
     if math.prod(p.out_shape()) > 0 and p.batch > 0 and p.keys.capacity(p.k) > 0:
         for start in range(0, p.head_dim_v, WIDEST_V):
             features = features_of(p, min(WIDEST_V, p.head_dim_v - start))
             columns = slice(start, start + features.head_dim_v) if p.head_dim_v > WIDEST_V else None
             tile = config_decode.choose(features)
-            parts.append(_Part(compile.kernel(features), columns, tile.head_dim_v, tile.ctas * environment.processors(index)))
+            ctas = tile.ctas * environment.processors(index)
+            parts.append(_Part(compile.kernel(features), columns, tile.head_dim_v, counters or 2 * ctas, ctas))
     # max_seqlen_q is a hint, which memory must not depend on
-    rows = min(ROWS, (q.shape[0] if p.packed else q.shape[1]) * (p.heads // p.kv_heads))
-    return _Plan(p.lse_shape() if p.return_lse else None, rows, index, tuple(parts), (c, inner, left or 0, right or 0))
+    rows = min(ROWS, (q.shape[0] if p.packed else q.shape[1]) * group)
+    return _Plan(p.lse_shape() if p.return_lse else None, rows, counters, index, tuple(parts), (c, inner, left or 0, right or 0))
 
 
 def _run(p: Problem, plan: _Plan, out: Tensor, lse: Tensor | None, split: int, splits: int) -> None:
@@ -165,18 +190,23 @@ def _launch(p: Problem, plan: _Plan, out: Tensor, lse: Tensor | None, split: int
     q, k, v, keys, index = p.q, p.k, p.v, p.keys, plan.device
     if k.dtype == E4M3:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    q, k, v = launch.for_tma(q), launch.for_tma(k), launch.for_tma(v)
+    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        q, k, v = launch.for_tma(q), launch.for_tma(k), launch.for_tma(v)
     table = keys.page_table
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    whole: Callable[[Any], Any] = lambda t: None if t is None else t.contiguous()
     sinks = None if p.sinks is None else p.sinks.to(torch.float32).contiguous()
-    lengths = (whole(keys.used), table, whole(keys.batch_idx), whole(keys.leftpad), whole(p.cu_seqlens_q))
-    counters = launch.counters(index, 2 * environment.processors(index))
-    for kernel, columns, width, ctas in plan.parts:
+    lengths = (keys.used, table, keys.batch_idx, keys.leftpad, p.cu_seqlens_q)
+    if not all(t is None or t is table or t.is_contiguous() for t in lengths):
+        lengths = tuple(t if t is None or t is table else t.contiguous() for t in lengths)
+    if plan.counters:
+        counters = q.new_zeros(plan.counters, dtype=torch.int32)
+    else:
+        counters = launch.counters(index, 2 * environment.processors(index))
+    for kernel, columns, width, slots, ctas in plan.parts:
         v_part, out_part = (v, out) if columns is None else (v[..., columns], out[..., columns])
-        partial_o = q.new_empty((2 * ctas, plan.rows, width), dtype=torch.float32)
-        partial_lse = q.new_empty((2 * ctas, plan.rows), dtype=torch.float32)
+        partial_o = q.new_empty((slots, plan.rows, width), dtype=torch.float32)
+        partial_lse = q.new_empty((slots, plan.rows), dtype=torch.float32)
         kernel(q, k, v_part, out_part, lse, *lengths, sinks, keys.k_descale, keys.v_descale, partial_o, partial_lse, counters,
                *plan.values, split, splits, ctas)  # fmt: skip
 

@@ -20,7 +20,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config_decode import BLOCK, ROWS, DecodeFeatures, DecodeTile
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, DecodeFeatures, DecodeTile
 from attn3.backends.hopper.kernels.forward import DTYPES, LOG2_E, WG
 from attn3.backends.hopper.parts import line, score, softmax, splits
 from attn3.backends.hopper.parts.line import Lengths
@@ -56,9 +56,11 @@ class Out(NamedTuple):
     lse: Any  # None: not wanted
     sinks: Any
     v_descale: Any
-    partial_o: Any  # (2 * ctas, rows, head_dim_v padded) float32
+    partial_o: Any  # (2 * ctas, rows, head_dim_v padded) float32; invariant: (places in the line, …)
     partial_lse: Any  # (2 * ctas, rows) float32
-    counters: Any  # (ctas,) int32: parts that have arrived of the item whose first block is that CTA's; zero before and after
+    # (ctas,) int32, zero before and after: parts that have arrived of the item whose first block is that CTA's; invariant: of the
+    # item that begins at that place in the line
+    counters: Any
 
 
 class Scores(NamedTuple):
@@ -99,10 +101,10 @@ class Run(NamedTuple):
     batch: Any
     head: Any  # KV head
     tile: Any
-    blocks: Any  # of the stretch
+    units: Any  # of the stretch
     begin: Any  # blocks of keys to load, counted from the sequence's first slot; none where no key is seen
     end: Any
-    begins: Any  # 1 where the item's first block is one of them
+    slot: Any  # of scratch, where this is a part
     whole: Any  # all of the item's blocks are
     line: Any  # where the item begins in the line, and where it ends
     line_end: Any
@@ -120,6 +122,7 @@ class DecodeKernel:
         self.dtype, self.d, self.dv = DTYPES[f.dtype], tile.head_dim, tile.head_dim_v
         self.element = Uint8 if f.e4m3 else self.dtype  # of the cache
         self.slots = f.box == 0 or f.e4m3
+        self.chunk, self.least = (CHUNK, 1) if f.invariant else (1, splits.LEAST)
         self.start = softmax.start_of(self.dtype)
 
     # ------------------------------------------------------------------------------------------------------------ host
@@ -209,7 +212,7 @@ class DecodeKernel:
             if const_expr(not self.slots):
                 cpasync.prefetch_descriptor(boxes_k.atom)
                 cpasync.prefetch_descriptor(boxes_v.atom)
-            line.place(lengths, bidx, ctas, words)
+            line.place(lengths, bidx, ctas, words, self.chunk, self.least)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         stretch = Stretch(*(cute.arch.make_warp_uniform(words[i]) for i in range(5)))
@@ -239,20 +242,24 @@ class DecodeKernel:
     @cute.jit
     def run_at(self, lengths: Lengths, stretch: Stretch, at, batch, base):
         """The blocks from ``at`` on that belong to one item; also the sequence that they are of, and its first block."""
-        s = line.span_of(lengths, batch)
+        s = line.span_of(lengths, batch, self.chunk)
         while at >= base + s.work:
             base = base + s.work
             batch = batch + 1
-            s = line.span_of(lengths, batch)
-        item = (at - base) // s.blocks
-        n = at - base - item * s.blocks
-        stop = cutlass.min(s.blocks, n + stretch.end - at)
+            s = line.span_of(lengths, batch, self.chunk)
+        item = (at - base) // s.units
+        n = at - base - item * s.units
         head = item // s.tiles
-        begins = Int32(1) if n == 0 else Int32(0)
-        first = base + item * s.blocks
-        end = s.begin + stop if s.first_key < s.last_key else s.begin + n
-        run = Run(batch, head, item - head * s.tiles, stop - n, s.begin + n, end, begins, (n == 0) & (stop == s.blocks), first,
-                  first + s.blocks, s.used, s.query_length, s.query_start, s.first_key, s.last_key)  # fmt: skip
+        first = base + item * s.units
+        if const_expr(self.features.invariant):
+            stop, slot = n + 1, at
+        else:
+            stop = cutlass.min(s.units, n + stretch.end - at)
+            slot = splits.slot_of(cute.arch.block_idx()[0], Int32(1) if n == 0 else Int32(0))
+        begin = s.begin + n * self.chunk
+        end = s.begin + cutlass.min(stop * self.chunk, s.blocks) if s.first_key < s.last_key else begin
+        run = Run(batch, head, item - head * s.tiles, stop - n, begin, end, slot, (n == 0) & (stop == s.units), first,
+                  first + s.units, s.used, s.query_length, s.query_start, s.first_key, s.last_key)  # fmt: skip
         return run, batch, base
 
     @cute.jit
@@ -290,7 +297,7 @@ class DecodeKernel:
                             boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st), policy
                         )
                 st.advance()
-            at = at + run.blocks
+            at = at + run.units
 
     @cute.jit
     def box_targets(self, boxes, sX, width: cutlass.Constexpr):
@@ -351,7 +358,7 @@ class DecodeKernel:
                     self.hand_over(tK, tV, staging, rings, done, filled, warp, lane, tid)
                     done.advance()
                     filled.advance()
-            at = at + run.blocks
+            at = at + run.units
         cute.arch.cp_async_wait_group(0)
         for _n in cutlass.range(0, cutlass.min(issued, ahead - 1), unroll=1):
             self.hand_over(tK, tV, staging, rings, done, filled, warp, lane, tid)
@@ -531,10 +538,10 @@ class DecodeKernel:
                     if run.whole:
                         self.store_row(O_mn, r, to, lse, run, query, head, tid)
                     else:
-                        self.store_part(O_mn, r, to, lse, splits.slot_of(cute.arch.block_idx()[0], run.begins), row, tid)
+                        self.store_part(O_mn, r, to, lse, run.slot, row, tid)
             if not run.whole:
                 self.arrive(to, lengths, stretch, run, rows_here, ctas, shared.words, tid)
-            at = at + run.blocks
+            at = at + run.units
 
     @cute.jit
     def load_q(self, mQ, sQ, run: Run, rows_here, group, tid):
@@ -607,9 +614,11 @@ class DecodeKernel:
     @cute.jit
     def arrive(self, to: Out, lengths: Lengths, stretch: Stretch, run: Run, rows_here, ctas, words, tid):
         """A part of an item is written. Whoever comes last merges all of them."""
-        cut = splits.share(stretch.total, ctas, cutlass.min, cutlass.max)
-        first = splits.owner_of(run.line, cut, cutlass.min, cutlass.max)
-        parts = splits.owner_of(run.line_end - 1, cut, cutlass.min, cutlass.max) + 1 - first
+        first, parts = run.line, run.line_end - run.line
+        if const_expr(not self.features.invariant):
+            cut = splits.share(stretch.total, ctas, cutlass.min, cutlass.max)
+            first = splits.owner_of(run.line, cut, cutlass.min, cutlass.max)
+            parts = splits.owner_of(run.line_end - 1, cut, cutlass.min, cutlass.max) + 1 - first
         cute.arch.fence_acq_rel_gpu()  # each thread: its stores come before the arrival
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
         if tid == 0:
@@ -629,7 +638,7 @@ class DecodeKernel:
         lane = cute.arch.lane_idx()
         query = (run.tile * ROWS + row) // lengths.group
         head = run.head * lengths.group + run.tile * ROWS + row - query * lengths.group
-        slot = lambda part: splits.slot_of(first + part, Int32(1) if part == 0 else Int32(0))
+        slot = lambda part: first + part if f.invariant else splits.slot_of(first + part, Int32(1) if part == 0 else Int32(0))
         weigh = lambda lse, top: cute.math.exp2((lse - top) * LOG2_E, fastmath=True)
         top = Float32(NEG_INF)
         for part in cutlass.range(lane, parts, 32, unroll=1):

@@ -28,8 +28,8 @@ class Lengths(NamedTuple):
 
 
 @cute.jit
-def span_of(lengths: Lengths, b):
-    """The span of sequence b; behind the last sequence one without work. Numbers out of range are clamped."""
+def span_of(lengths: Lengths, b, chunk: cutlass.Constexpr):
+    """The span of sequence b; behind the last one, one without work. Numbers out of range are clamped. chunk: parts/splits.py"""
     within = lambda n, most: cutlass.min(cutlass.max(n, 0), most)
     s = cutlass.min(b, lengths.count - 1)
     used = within(lengths.used[s], lengths.capacity)
@@ -42,26 +42,26 @@ def span_of(lengths: Lengths, b):
         query_length = within(lengths.cu_q[s + 1] - query_start, lengths.total_q - query_start)
     query_length = query_length if b < lengths.count else Int32(0)
     return splits.span(used, leftpad, query_length, query_start, lengths.left, lengths.split, lengths.splits, BLOCK, ROWS,
-                       lengths.group, lengths.kv_heads, cutlass.min, cutlass.max)  # fmt: skip
+                       lengths.group, lengths.kv_heads, cutlass.min, cutlass.max, chunk)  # fmt: skip
 
 
 @cute.jit
-def place(lengths: Lengths, cta, ctas, out):
+def place(lengths: Lengths, cta, ctas, out, chunk: cutlass.Constexpr, least: cutlass.Constexpr):
     """One warp: out <- (blocks of all, first block and end of a CTA's stretch, the sequence that begins in, its first block)."""
     lane = cute.arch.lane_idx()
     total = Int32(0)
     for some in cutlass.range(0, lengths.count, 32, unroll=1):
-        total = total + cute.arch.warp_reduction_sum(span_of(lengths, some + lane).work)
-    cut = splits.share(total, ctas, cutlass.min, cutlass.max)
+        total = total + cute.arch.warp_reduction_sum(span_of(lengths, some + lane, chunk).work)
+    cut = splits.share(total, ctas, cutlass.min, cutlass.max, least)
     start = splits.start_of(cta, cut, total, cutlass.min)
     end = splits.start_of(cta + 1, cut, total, cutlass.min)
     first, base = Int32(0), Int32(0)
-    upto = prefix(span_of(lengths, first + lane).work)
+    upto = prefix(span_of(lengths, first + lane, chunk).work)
     here = cute.arch.shuffle_sync(upto, 31)
     while base + here <= start and first + 32 < lengths.count:
         base = base + here
         first = first + 32
-        upto = prefix(span_of(lengths, first + lane).work)
+        upto = prefix(span_of(lengths, first + lane, chunk).work)
         here = cute.arch.shuffle_sync(upto, 31)
     before = cute.arch.popc(cute.arch.vote_ballot_sync(base + upto <= start))  # lanes whose sequences end before the stretch
     below = cute.arch.shuffle_sync(upto, cutlass.max(before - 1, 0))

@@ -5,6 +5,9 @@ Each CTA takes a stretch of the line, of equal length up to one block, and with 
 others have parts of, too. A part goes to the scratch slot of its CTA, so that scratch depends on the number of CTAs alone; who
 finishes an item finds its parts from the item's place in the line.
 
+With a ``chunk``, an item is cut after every so many blocks of its own instead, and each of these parts has a place in the line and
+a scratch slot: a sequence's result then does not depend on its neighbours, and scratch depends on the room that sequences have.
+
 Plain arithmetic, for Python ints as well as for device integers.
 """
 
@@ -21,9 +24,9 @@ class Share(NamedTuple):
     more: Any
 
 
-def share(total, ctas, minimum=min, maximum=max):
-    """``total`` blocks among at most ``ctas`` CTAs."""
-    used = minimum(ctas, maximum(total // LEAST, 1))
+def share(total, ctas, minimum=min, maximum=max, least=LEAST):
+    """``total`` blocks among at most ``ctas`` CTAs, ``least`` or more for each."""
+    used = minimum(ctas, maximum(total // least, 1))
     each = total // used
     return Share(used, each, total - each * used)
 
@@ -54,11 +57,14 @@ class Span(NamedTuple):
     last_key: Any
     begin: Any  # first block
     blocks: Any  # of an item; one that sees no key at all takes one, too, so that somebody writes its rows
+    units: Any  # places of an item in the line: its blocks, or its chunks of them
     tiles: Any  # of rows
-    work: Any  # blocks x items
+    work: Any  # units x items
 
 
-def span(used, leftpad, query_length, query_start, left, split, splits, block, rows, group, kv_heads, minimum=min, maximum=max):
+def span(
+    used, leftpad, query_length, query_start, left, split, splits, block, rows, group, kv_heads, minimum=min, maximum=max, chunk=1
+):  # fmt: skip
     """``left``: the window's left bound or None. ``split``, ``splits``: which of how many even parts of the keys."""
     size = (used - leftpad + splits - 1) // splits
     first = leftpad + minimum(split * size, used - leftpad)
@@ -68,4 +74,10 @@ def span(used, leftpad, query_length, query_start, left, split, splits, block, r
     begin = first // block
     blocks = maximum((last + block - 1) // block - begin, 1)
     tiles = (query_length * group + rows - 1) // rows
-    return Span(used, query_length, query_start, first, last, begin, blocks, tiles, blocks * tiles * kv_heads)
+    units = (blocks + chunk - 1) // chunk
+    return Span(used, query_length, query_start, first, last, begin, blocks, units, tiles, units * tiles * kv_heads)
+
+
+def most_units(batch: int, query_length: int, group: int, kv_heads: int, capacity: int, block: int, rows: int, chunk: int) -> int:
+    """Places in the line at most, whatever the lengths are; ``query_length``: rows of all sequences."""
+    return (batch + query_length * group // rows) * kv_heads * max(1, -(-capacity // (block * chunk)))
