@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOG2_E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-125  # stands for a scale of 0, so that -inf stays -inf under it
-L2_BYTES = 32 << 20  # K and V of the heads whose tiles are handed out together stay below this
+L2_BYTES = 16 << 20  # K and V of the heads whose tiles are handed out together stay below this
 WIDEST_V = 256  # columns of V that one launch computes; wider V is computed in parts
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from attn3.backends.hopper import compile, config, environment, maps
 from attn3.backends.hopper.config import BackwardFeatures, Programs
-from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, captured, for_tma
+from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, captured, for_tma
 from attn3.errors import Unsupported
 
 if TYPE_CHECKING:
     from attn3.problem import Problem
 
+L2_BYTES = 32 << 20  # all that the KV heads whose tiles are handed out together read and add to stays below this
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn3.backends.hopper import compile, config_fp8, environment
 from attn3.backends.hopper.config_fp8 import Fp8Features
-from attn3.backends.hopper.launch import L2_BYTES, LOG2_E, SMALLEST_SCALE, counters
+from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, counters
 from attn3.fp8 import mean_dot_q, transposed
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class _Plan(NamedTuple):
     ctas: int
 
 
+L2_BYTES = 32 << 20  # K and V of the heads whose tiles are handed out together stay below this
 _plans: dict[tuple, _Plan] = {}
 _MOST_PLANS = 4096
 
