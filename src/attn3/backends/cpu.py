@@ -468,7 +468,8 @@ class _Tile:
         if self.rule.changes is None:
             return s, None
         new, tape = self.rule.changes.apply(self.per_head(s), *self.positions(first_key, s.shape[2]), keep)
-        return s.copy_(new.reshape(s.shape)).mul_(_LOG2_E), tape
+        hidden = s.copy_(new.reshape(s.shape)).isneginf()  # a finite score hides nothing, and stays finite in base 2
+        return s.mul_(_LOG2_E).clamp_(min=torch.finfo(s.dtype).min).masked_fill_(hidden, -math.inf), tape
 
     def per_head(self, s: Tensor) -> Tensor:
         """(pairs, group * rows, keys) as (sequences, query heads, rows, keys)."""
