@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from attn3.backends.hopper.config import REGISTERS
 from attn3.backends.hopper.config_fp8 import Fp8Features, Fp8Tile
-from attn3.backends.hopper.kernels.forward import BAR_WG, DTYPES, LOG2_E, ROW, ROWS, WG, ForwardKernel, Output, Place, Rings
+from attn3.backends.hopper.kernels.forward import BAR_WG, DTYPES, LOG2_E, ROW, ROWS, WG, ForwardKernel, Lists, Output, Place, Rings
 from attn3.backends.hopper.parts import fp8, mask, schedule, score
 from attn3.backends.hopper.parts.mma import issue, pack, rows_view
 from attn3.backends.hopper.parts.schedule import NO_TILE
@@ -60,6 +60,7 @@ class Fp8ForwardKernel(ForwardKernel):
         self.left, self.right, self.packed = features.left, features.right, False
         self.used = features.seqused_q or features.seqused_k
         self.fast, self.promoted = features.fast, features.promoted
+        self.listed = self.programs = False
         self.width_pv = self.dv // tile.parts
 
     # ------------------------------------------------------------------------------------------------------------ host
@@ -136,6 +137,7 @@ class Fp8ForwardKernel(ForwardKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WG)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
+        lists = Lists(bounds, None)
         stages = self.tile.stages
 
         smem = cutlass.memory.SmemAllocator()
@@ -179,7 +181,7 @@ class Fp8ForwardKernel(ForwardKernel):
                 vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
                 while t < n_tiles:
                     work = self.work(t, ticket, m_blocks, sections, heads, seqlen_q, seqlen_k, used_q, used_k)
-                    blocks = self.blocks(work, work.m * self.bm, self.bm, bounds)
+                    blocks = self.blocks(work, work.m * self.bm, self.bm, lists)
                     kv_head = work.head // group
                     tQs, tQg = self.q_tiles(tma_q, sQ, gQ, work, work.m * self.bm)
                     tKs, tKg = self.tiles_of(tma_k, sK, gK, work.first_key, kv_head, work.batch, (self.bn, self.d), False)
@@ -239,10 +241,10 @@ class Fp8ForwardKernel(ForwardKernel):
             while t < n_tiles:
                 work = self.work(t, ticket, m_blocks, sections, heads, seqlen_q, seqlen_k, used_q, used_k)
                 at = Place(work.m * self.bm + thread_row, thread_column, work.query_length, work.key_length, *bounds)
-                everyone = self.blocks(work, work.m * self.bm, self.bm, bounds)
+                everyone = self.blocks(work, work.m * self.bm, self.bm, lists)
                 blocks = everyone
                 if const_expr(self.left or self.right):  # this warpgroup's own blocks
-                    blocks = self.blocks(work, work.m * self.bm + w * ROWS, ROWS, bounds)
+                    blocks = self.blocks(work, work.m * self.bm + w * ROWS, ROWS, lists)
                 kv_head = work.head // group
                 factor, k_scale = self.factors(scales, c, work, kv_head, w)
                 self.fetch_scale(k_scale, blocks.begin, ahead)
