@@ -38,6 +38,8 @@ NAMES = {
     "fa3-fp8": "FlashAttention-3 FP8",
     "sdpa": "PyTorch SDPA",
     "standard": "three PyTorch calls",
+    "flex": "FlexAttention, compiled",
+    "attn3-program": "attn3, as a function",
 }
 COLORS = {"fa2": "#b8c4ce", "cudnn": "#8fa3b3", "fa3": "#5f7d95", "fa4": "#34566f", "attn3": "#e4572e"}
 NONE = "*Not measured yet.*"
@@ -46,10 +48,12 @@ Row = dict[str, Any]
 Cell = dict[str, Row]  # provider, or provider/dtype where it is not bfloat16 -> row
 
 
-def load() -> list[Row]:
-    """All rows measured on a GPU, oldest file first."""
+def load(kind: str = "") -> list[Row]:
+    """All rows measured on a GPU, oldest file first; rows of masks, whose TFLOP/s count visible pairs, only as a kind of their own."""
     rows = []
-    for path in sorted(RESULTS.glob("*.jsonl")):
+    for path in sorted(RESULTS.glob(f"{kind}*.jsonl")):
+        if path.name.startswith("masks") and kind != "masks":
+            continue
         rows += [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     return [row for row in rows if row.get("gpu") not in (None, "none")]
 
@@ -238,9 +242,26 @@ def machine(rows: list[Row]) -> str:
     return _markdown(["run", "passes", "GPU", "SM clock", "power", "versions", "commit"], lines)
 
 
+def decoding(rows: list[Row]) -> str:
+    """GB/s of each cell in the newest run that has the peer, too."""
+    found: dict[tuple, dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row["pass"] == "decode" and row["case"] == "lengths: no pages" and row["gbytes_s"] is not None:
+            found[row["batch"], row["seqlen_k"]][row["run"]][row["provider"]] = row
+    lines = []
+    for (batch, keys), by_run in sorted(found.items()):
+        run = max(by_run, key=lambda run: ("fa3" in by_run[run], run))
+        mine, theirs = by_run[run].get("attn3"), by_run[run].get("fa3")
+        if mine and theirs:
+            ratio = theirs["time_us"]["p50"] / mine["time_us"]["p50"]
+            line = [batch, keys, f"{mine['time_us']['p50']:.1f}", f"**{mine['gbytes_s']:.0f}**", f"{theirs['gbytes_s']:.0f} ({ratio:.2f}×)"]
+            lines.append([str(x) for x in line])
+    return _markdown(["batch", "keys", "µs", "attn3", "FlashAttention-3"], lines) if lines else NONE
+
+
 def blocks() -> dict[str, str]:
     """Every block that is generated from measured rows, by name."""
-    rows = load()
+    rows, of_masks = load(), load("masks")
     plain = cells(rows, _forward(lambda case: case == ""))
     packed = cells(rows, _forward(lambda case: case.startswith(("log-normal", "8192 sequences"))))
     backward = cells(rows, lambda row: row["pass"] == "backward")
@@ -258,6 +279,8 @@ def blocks() -> dict[str, str]:
         "fp8": fp8(rows),
         "window": speeds(cells(rows, _forward(lambda case: case.startswith("left="))), ["head_dim", "seqlen", "case"]),
         "varlen": speeds(packed, ["head_dim", "mask", "case"]),
+        "masks-speed": speeds(cells(of_masks, lambda row: bool(row["tflops"])), ["pass", "head_dim", "seqlen", "mask", "case"]),
+        "decode": decoding(rows),
         "host": host(rows),
         "accuracy-fp16": accuracy(rows, "float16"),
         "accuracy-bf16": accuracy(rows, "bfloat16"),

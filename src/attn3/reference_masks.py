@@ -30,7 +30,7 @@ def visible(mask: Mask, b: int, heads: int, rows: int, keys: int, device: torch.
     """bool (heads | 1, rows, keys) of sequence b."""
     q, k = torch.arange(rows, device=device)[:, None], torch.arange(keys, device=device)[None, :]
     position = q + keys - rows
-    of = lambda t: t[b if t.shape[0] > 1 else 0]
+    of = lambda t: t[b if t.shape[0] > 1 else 0].to(device)
     each = lambda t: t if t.shape[0] == 1 else t.repeat_interleave(heads // t.shape[0], 0)
     if isinstance(mask, And):
         found = reduce(torch.logical_and, (visible(part, b, heads, rows, keys, device) for part in mask.parts))
