@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterable
 
@@ -42,6 +43,7 @@ NAMES = {
     "attn3-program": "attn3, as a function",
 }
 COLORS = {"fa2": "#b8c4ce", "cudnn": "#8fa3b3", "fa3": "#5f7d95", "fa4": "#34566f", "attn3": "#e4572e"}
+COLORS_FP8 = {"attn3": "#8fa3b3", "fa3-fp8": "#34566f", "attn3-exact": "#f2a07b", "attn3-fast": "#e4572e"}
 NONE = "*Not measured yet.*"
 
 Row = dict[str, Any]
@@ -49,7 +51,7 @@ Cell = dict[str, Row]  # provider, or provider/dtype where it is not bfloat16 ->
 
 
 def load(kind: str = "") -> list[Row]:
-    """All rows measured on a GPU, oldest file first; rows of masks, whose TFLOP/s count visible pairs, only as a kind of their own."""
+    """Rows measured on a GPU, oldest file first. Rows of masks, whose TFLOP/s count visible pairs, only as a kind of their own."""
     rows = []
     for path in sorted(RESULTS.glob(f"{kind}*.jsonl")):
         if path.name.startswith("masks") and kind != "masks":
@@ -254,8 +256,8 @@ def decoding(rows: list[Row]) -> str:
         mine, theirs = by_run[run].get("attn3"), by_run[run].get("fa3")
         if mine and theirs:
             ratio = theirs["time_us"]["p50"] / mine["time_us"]["p50"]
-            line = [batch, keys, f"{mine['time_us']['p50']:.1f}", f"**{mine['gbytes_s']:.0f}**", f"{theirs['gbytes_s']:.0f} ({ratio:.2f}×)"]
-            lines.append([str(x) for x in line])
+            peer = f"{theirs['gbytes_s']:.0f} ({ratio:.2f}×)"
+            lines.append([str(batch), str(keys), f"{mine['time_us']['p50']:.1f}", f"**{mine['gbytes_s']:.0f}**", peer])
     return _markdown(["batch", "keys", "µs", "attn3", "FlashAttention-3"], lines) if lines else NONE
 
 
@@ -297,7 +299,27 @@ def digest(found: dict[tuple, Cell]) -> str:
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
 
 
-def draw(found: dict[tuple, Cell]) -> None:
+@dataclass(frozen=True)
+class Plot:
+    """One picture of forward cells."""
+
+    path: Path
+    case: str
+    title: str
+    colors: dict[str, str]  # of the providers that are shown
+    labelled: str  # whose bars carry their numbers
+
+    def cells(self) -> dict[tuple, Cell]:
+        return cells(load(), _forward(lambda case: case == self.case))
+
+
+PLOTS = (
+    Plot(PLOT, "", "Attention forward, bfloat16", COLORS, "attn3"),
+    Plot(PLOT.with_name("fp8-speed.svg"), "fp8", "Attention forward over FP8 inputs", COLORS_FP8, "attn3-fast"),
+)
+
+
+def draw(plot: Plot) -> None:
     """Bars of TFLOP/s: a panel for each head_dim and mask, a group for each length, a bar for each provider."""
     import matplotlib
 
@@ -305,12 +327,13 @@ def draw(found: dict[tuple, Cell]) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "attn3", "svg.fonttype": "path", "font.size": 9, "font.family": "DejaVu Sans"})
     from matplotlib import pyplot as plt
 
+    found = plot.cells()
     panels: dict[tuple[int, str], dict[int, Cell]] = defaultdict(dict)
     for key, cell in found.items():
         values = dict(zip(SAME, key, strict=True))
         panels[values["head_dim"], values["mask"]][values["seqlen"]] = cell
     head_dims, masks = sorted({d for d, _ in panels}), [m for m in ("dense", "causal") if any(mask == m for _, mask in panels)]
-    providers = [p for p in COLORS if any(p in cell for by in panels.values() for cell in by.values())]
+    providers = [p for p in plot.colors if any(_of(cell, p) for by in panels.values() for cell in by.values())]
     figure, axes = plt.subplots(
         len(masks), len(head_dims), figsize=(4.1 * len(head_dims), 2.7 * len(masks) + 0.5), sharey=True, squeeze=False
     )
@@ -320,12 +343,12 @@ def draw(found: dict[tuple, Cell]) -> None:
             axis, by_length = axes[i][j], panels.get((head_dim, mask), {})
             lengths, width = sorted(by_length), 0.84 / len(providers)
             for n, provider in enumerate(providers):
-                rows = [by_length[length].get(provider) for length in lengths]
+                rows = [_of(by_length[length], provider) for length in lengths]
                 heights = [row["tflops"] if row is not None and row["tflops"] else 0 for row in rows]
                 places = [x + (n - (len(providers) - 1) / 2) * width for x in range(len(lengths))]
-                bars = axis.bar(places, heights, width * 0.94, color=COLORS[provider], label=NAMES[provider])
+                bars = axis.bar(places, heights, width * 0.94, color=plot.colors[provider], label=NAMES[provider])
                 gpu = next((row["gpu"] for row in rows if row), gpu)
-                if provider == "attn3":
+                if provider == plot.labelled:
                     axis.bar_label(bars, [f"{h:.0f}" if h else "" for h in heights], fontsize=7.5, padding=1, color="#8a2f14")
             axis.set_xticks(range(len(lengths)), [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths])
             axis.set_title(f"head_dim {head_dim}, {mask}", fontsize=9.5)
@@ -339,26 +362,31 @@ def draw(found: dict[tuple, Cell]) -> None:
                 axis.set_xlabel("tokens per sequence (16k in all)")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False, fontsize=9)
-    figure.suptitle(f"Attention forward, bfloat16, {gpu}", y=0.925, fontsize=10)
+    figure.suptitle(f"{plot.title}, {gpu}", y=0.925, fontsize=10)
     figure.tight_layout(rect=(0, 0, 1, 0.94))
-    PLOT.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PLOT, metadata={"Date": None, "Description": f"rows {digest(found)}"})
-    figure.savefig(PLOT.with_suffix(".png"), dpi=150)
+    plot.path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(plot.path, metadata={"Date": None, "Description": f"rows {digest(found)}"})
+    figure.savefig(plot.path.with_suffix(".png"), dpi=150)
     plt.close(figure)
 
 
+def _of(cell: Cell, provider: str) -> Row | None:
+    """The provider's row, whatever its dtype."""
+    return next((row for name, row in cell.items() if name.split("/")[0] == provider), None)
+
+
 def stale_plot() -> str | None:
-    """Why the plot on disk is not what the rows give, or None."""
-    found = cells(load(), _forward(lambda case: case == ""))
-    if not found:
-        return f"{PLOT.name} exists, but there are no rows for it" if PLOT.exists() else None
-    if not PLOT.exists() or not PLOT.with_suffix(".png").exists():
-        return f"{PLOT.name} or its PNG is missing; run python benchmarks/plot.py"
-    return (
-        None
-        if f"rows {digest(found)}" in PLOT.read_text()
-        else f"{PLOT.name} is older than the rows; run python benchmarks/plot.py"
-    )
+    """Why a plot on disk is not what the rows give, or None."""
+    for plot in PLOTS:
+        found, path = plot.cells(), plot.path
+        if not found:
+            if path.exists():
+                return f"{path.name} exists, but there are no rows for it"
+        elif not path.exists() or not path.with_suffix(".png").exists():
+            return f"{path.name} or its PNG is missing; run python benchmarks/plot.py"
+        elif f"rows {digest(found)}" not in path.read_text():
+            return f"{path.name} is older than the rows; run python benchmarks/plot.py"
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -366,9 +394,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a plot or a generated block is out of date")
     args = parser.parse_args(argv)
     if not args.check:
-        found = cells(load(), _forward(lambda case: case == ""))
-        if found:
-            draw(found)
+        for plot in PLOTS:
+            if plot.cells():
+                draw(plot)
     sys.path.insert(0, str(ROOT / "docs"))
     import generate
 
