@@ -278,6 +278,11 @@ def score_of(recipe: str, sizes: tuple[int, int, int, int, int], generator: torc
         bias[:, :, min(2, rows) : min(5, rows)] = float("-inf")
         bias[..., min(7, keys) : min(8, keys)] = float("-inf")
         return Bias(bias)
+    if name == "bias_lowest":  # finite, so an ordinary score
+        bias = torch.zeros(1, 1, rows, keys)
+        bias[..., 0, :], bias[..., 1, :], bias[..., 2, : keys // 2] = torch.finfo(torch.float32).min, -1e30, -float("inf")
+        bias[..., 3, keys // 2 :] = torch.finfo(torch.float32).min
+        return Bias(bias.to(device))
     if name == "alibi":
         return Alibi() if not options else Alibi(normal(batch, heads).abs() / 8)
     if name == "relative":  # a learned table of distances, and a learned temperature of each head
@@ -394,11 +399,12 @@ def _pattern_cases() -> list[Case]:
         Case("function_packed", (150, 0, 33), (160, 5, 600), heads=4, head_dim=16, pattern="function_of_all"),
         *(Case(f"bias_{letters}", 70, 150, score=f"bias:{letters}", mask=C, **base) for letters in ("bhqk", "hqk", "bk", "q", "h")),
         Case("bias_inf", 70, 600, score="bias_inf", dtype="float32", **base),
+        Case("bias_lowest", 70, 600, score="bias_lowest", dtype="float32", **base),
         Case("bias_softcap_packed", (150, 9), (150, 600), heads=4, head_dim=16, score="bias:hqk", softcap=5.0, mask=C),
         Case("alibi", 150, 600, score="alibi", mask=C, **base),
-        Case("alibi_slopes", 600, 150, score="alibi:each", dtype="float32", slack=2.0, **base),  # scores of -100 in base 2
+        Case("alibi_slopes", 600, 150, score="alibi:each", dtype="float32", **base),
         Case("alibi_packed", (150, 9), (150, 600), heads=4, head_dim=16, score="alibi:each", mask=Window(100, 0)),
-        Case("relative", 150, 600, score="relative", dtype="float32", slack=1.5, **base),
+        Case("relative", 150, 600, score="relative", dtype="float32", **base),
         Case("relative_documents", 200, 200, score="relative", pattern="function", **base),
         Case("relative_packed", (150, 9), (150, 600), heads=4, head_dim=16, score="relative", mask=C),
         Case("tanh", 130, 130, score="tanh", mask=C, values="normal:2", **base),

@@ -70,7 +70,7 @@ def flashmask_attention(
     ):
         if given is not none and given != none:
             raise Unsupported(f"{option} is {given!r}; there is no dropout here, leave it out")
-    mask = _window(window_size, causal)
+    mask = _window(window_size)
     if startend_row_indices is not None:
         mask = Columns(startend_row_indices, causal=causal) & mask
     elif causal:
@@ -82,14 +82,14 @@ def flashmask_attention(
     )  # fmt: skip
 
 
-def _window(window_size: Any, causal: bool) -> Mask:
+def _window(window_size: Any) -> Mask:
     if window_size is None:
         return Full()
     try:
         left, right = (window_size, window_size) if isinstance(window_size, int) else window_size
     except (TypeError, ValueError):
         raise AttentionError(f"window_size is {window_size!r}; pass an int, (left, right), or None") from None
-    return Window(left, 0 if causal else right)
+    return Window(left, right)
 
 
 def _blocks(block_mask: Tensor, query: Tensor, key: Tensor) -> Mask:

@@ -252,6 +252,20 @@ class Rule:
     mask: MaskProgram | None = None
     changes: Changes | None = None
 
+    @property
+    def unit(self) -> float:
+        """What 1 is in the scores of a tile: they are kept in base 2.
+
+        Those that have been changed are not: a bias near the lowest float, which is an ordinary score, would become -inf.
+        """
+        return _LOG2_E if self.changes is None else 1.0
+
+    def exp_(self, t: Tensor) -> Tensor:
+        return t.exp2_() if self.changes is None else t.exp_()
+
+    def log(self, t: Tensor) -> Tensor:
+        return t.log2() if self.changes is None else t.log()
+
     def keys_of_split(self, length: int) -> tuple[int, int]:
         index, splits = self.split
         size = -(-length // splits)
@@ -272,7 +286,7 @@ def _attend(q: Tensor, keys: _Dense | _Cached, out: Tensor | None, lse: Tensor, 
     batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes + _extra_bytes(rule, group * rows * block), rule)
     scores = q.new_empty(batch_at_once * heads_at_once * group * rows * block, dtype=dtype)
     for some, kv_some, q_some in _pieces(batch, kv_heads, group, batch_at_once, heads_at_once):
-        sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * _LOG2_E
+        sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * rule.unit
         for row in range(0, query_length, rows):
             of_q = slice(row, min(row + rows, query_length))
             place = _Place(_shifted(some, first, batch), q_some, group)
@@ -296,7 +310,7 @@ def _differentiate(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do
     batch_at_once, heads_at_once = _pairs_at_once(batch, kv_heads, pair_bytes + _extra_bytes(rule, group * rows * keys), rule)
     workspace = q.new_empty(3, batch_at_once * heads_at_once * group * rows * keys, dtype=dtype)
     for some, kv_some, q_some in _pieces(batch, kv_heads, group, batch_at_once, heads_at_once):
-        sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * _LOG2_E
+        sinks = None if rule.sinks is None else rule.sinks[q_some].to(dtype) * rule.unit
         k_some, v_some = k[some, :, kv_some], v[some, :, kv_some]
         pairs = k_some.shape[0] * k_some.shape[2]
         dk_some = k.new_zeros(pairs, key_length, dim, dtype=dtype)
@@ -373,9 +387,9 @@ def _pieces(batch: int, kv_heads: int, group: int, batch_at_once: int, heads_at_
 class _Tile:
     """One tile of query rows of several (batch, KV head) pairs, with the running state of its online softmax.
 
-    Scores are kept in base 2. ``reference`` is what a row's exponents are taken against: its running maximum plus
-    ``headroom``, log2 of the number of keys, so that the probabilities of a row never add up to more than 1 and a sum over
-    values near the largest float cannot overflow. It is -inf until the row has met a key (or a sink).
+    Scores are kept in ``rule.unit``, base 2 as a rule. ``reference`` is what a row's exponents are taken against: its running
+    maximum plus ``headroom``, log2 of the number of keys, so that the probabilities of a row never add up to more than 1 and a sum
+    over values near the largest float cannot overflow. It is -inf until the row has met a key (or a sink).
     """
 
     def __init__(self, q: Tensor, group: int, first_row: int, lengths: tuple[int, int], rule: Rule, sinks: Tensor | None,
@@ -393,7 +407,7 @@ class _Tile:
         if sinks is not None:  # the state after having met one key of score `sink` and value 0
             top = sinks.view(1, -1, group, 1).expand(self.shape).reshape(-1, group * rows, 1)
             self.reference = top + self.headroom
-            self.total = torch.exp2(top - _finite(self.reference))
+            self.total = rule.exp_(top - _finite(self.reference))
 
     def visit_keys(self, keys: _Dense | _Cached, block_keys: int, with_v: bool) -> None:
         for begin, end, masked in self.blocks(block_keys):
@@ -436,10 +450,10 @@ class _Tile:
         reference = top if self.reference is None else torch.maximum(self.reference, top)
         hiding = masked or self.rule.changes is not None  # a change of scores may give -inf, too
         safe = _finite(reference) if hiding or self.reference is not None else reference
-        p = s.sub_(safe).exp2_()
+        p = self.rule.exp_(s.sub_(safe))
         total = p.sum(-1, keepdim=True)
         if self.reference is not None:
-            rescale = torch.exp2(self.reference - safe)
+            rescale = self.rule.exp_(self.reference - safe)
             total = total.addcmul_(self.total, rescale)
             if self.acc is not None:
                 self.acc.mul_(rescale)
@@ -448,28 +462,22 @@ class _Tile:
             self.acc = torch.bmm(p, v) if self.acc is None else self.acc.baddbmm_(p, v)
 
     def score(self, k: Tensor) -> Tensor:
-        """Scores in base 2, (pairs, group * rows, keys), in the workspace, against k (pairs, keys, dim)."""
+        """Scores after the softcap alone, (pairs, group * rows, keys), in the workspace, against k (pairs, keys, dim)."""
         k = k.transpose(1, 2)
         shape = (*self.q.shape[:2], k.shape[2])
         s = self.scores[: math.prod(shape)].view(shape)
         cap = self.rule.softcap
-        factor = self.rule.scale * self.unit if cap is None else self.rule.scale / cap
+        factor = self.rule.scale * self.rule.unit if cap is None else self.rule.scale / cap
         torch.baddbmm(s, self.q, k, beta=0, alpha=factor, out=s)
-        return s if cap is None else s.tanh_().mul_(cap * self.unit)
-
-    @property
-    def unit(self) -> float:
-        """What the natural logarithm's unit is in those of ``score``: other changes than the softcap are made in natural ones."""
-        return _LOG2_E if self.rule.changes is None else 1.0
+        return s if cap is None else s.tanh_().mul_(cap * self.rule.unit)
 
     def changed_score(self, k: Tensor, first_key: int, keep: bool = False) -> tuple[Tensor, Any]:
-        """Scores in base 2 after all changes, and with ``keep`` what their gradient goes back by."""
+        """Scores after all changes, and with ``keep`` what their gradient goes back by."""
         s = self.score(k)
         if self.rule.changes is None:
             return s, None
         new, tape = self.rule.changes.apply(self.per_head(s), *self.positions(first_key, s.shape[2]), keep)
-        hidden = s.copy_(new.reshape(s.shape)).isneginf()  # a finite score hides nothing, and stays finite in base 2
-        return s.mul_(_LOG2_E).clamp_(min=torch.finfo(s.dtype).min).masked_fill_(hidden, -math.inf), tape
+        return s.copy_(new.reshape(s.shape)), tape
 
     def per_head(self, s: Tensor) -> Tensor:
         """(pairs, group * rows, keys) as (sequences, query heads, rows, keys)."""
@@ -534,7 +542,8 @@ class _Tile:
     def store(self, out: Tensor | None, lse: Tensor) -> None:
         if self.reference is None or self.total is None:  # no row of the tile sees a key: out stays 0 and lse -inf
             return
-        lse.copy_((self.reference + self.total.log2()).mul_(_LN_2).view(self.shape).flatten(1, 2))
+        in_units = self.reference + self.rule.log(self.total)
+        lse.copy_(in_units.mul_(_LN_2 if self.rule.changes is None else 1.0).view(self.shape).flatten(1, 2))
         if out is not None and self.acc is not None:
             quotient = self.acc.div_(self.total.masked_fill(self.total == 0, 1.0))
             out.unflatten(2, self.shape[1:3]).copy_(quotient.view(*self.shape, -1).permute(0, 3, 1, 2, 4))
@@ -565,10 +574,10 @@ class _TileGradient:
             self.shift += dlse.to(dtype).reshape(per_row).masked_fill(empty, 0.0)
         self.weight: Tensor | None = None
         if tile.reference is None or tile.total is None:
-            self.reference = lse * _LOG2_E
+            self.reference = lse * tile.rule.unit
         else:
             self.reference = tile.reference
-            own = (tile.reference + tile.total.log2()) * _LN_2
+            own = (tile.reference + tile.rule.log(tile.total)) / tile.rule.unit
             same = (own - lse).abs() <= 4 * torch.finfo(torch.float32).eps * lse.abs().clamp(min=1.0)
             self.weight = torch.exp(own - lse).masked_fill_(same, 1.0) / tile.total
             self.weight.masked_fill_(empty, 0.0)
@@ -589,7 +598,7 @@ class _TileGradient:
             if masked:
                 tile.mask(s, begin)
             k_block, v_block = tile.without_unseen(s, masked, k_block, v_block)
-            p = s.sub_(self.reference).exp2_()
+            p = tile.rule.exp_(s.sub_(self.reference))
             if self.weight is not None:
                 p.mul_(self.weight)
             dv[:, begin:end].baddbmm_(p.transpose(1, 2), self.dout)
@@ -606,21 +615,21 @@ class _TileGradient:
             dk[:, begin:end].baddbmm_(ds.transpose(1, 2), tile.q, alpha=scale)
 
     def _slope(self, s: Tensor) -> Tensor | None:
-        """The derivative of the softcap at scores in base 2 that have passed it: 1 - tanh^2."""
+        """The derivative of the softcap at scores that have passed it: 1 - tanh^2."""
         cap = self.tile.rule.softcap
         if cap is None:
             return None
-        tanh = torch.mul(s, 1.0 / (cap * self.tile.unit), out=self.workspace[1, : s.numel()].view(s.shape))
+        tanh = torch.mul(s, 1.0 / (cap * self.tile.rule.unit), out=self.workspace[1, : s.numel()].view(s.shape))
         return tanh.square_().neg_().add_(1.0)
 
     def store(self, dq: Tensor) -> None:
         dq.unflatten(2, self.tile.shape[1:3]).copy_(self.dq.view(*self.tile.shape, -1).permute(0, 3, 1, 2, 4))
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
-        """(heads,): a sink is a key of score `sink` and value 0, so its dP is 0. ``sinks`` in base 2."""
+        """(heads,): a sink is a key of score `sink` and value 0, so its dP is 0. ``sinks`` in the unit of scores."""
         batch, kv_heads, group, rows = self.tile.shape
         logit = sinks.view(1, kv_heads, group, 1).expand(self.tile.shape).reshape(self.reference.shape)
-        p = torch.exp2(logit - self.reference)
+        p = self.tile.rule.exp_(logit - self.reference)
         if self.weight is not None:
             p.mul_(self.weight)
         return p.mul_(self.shift).view(batch, kv_heads * group, rows).sum((0, 2))
