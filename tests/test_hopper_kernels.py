@@ -154,7 +154,8 @@ def products_once(features: Features) -> int:
 
 
 def compile_all(every: list) -> dict[Features | BackwardFeatures | Fp8Features, sass.Sass]:
-    with ProcessPoolExecutor(2) as pool:
+    # one thread: a fork of a process whose OpenMP threads have run cannot start its own
+    with ProcessPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return dict(zip(every, pool.map(compile_and_read, every), strict=True))
 
 
