@@ -18,7 +18,7 @@ PRELUDE = "import torch\nfrom attn3 import *\n\nn = 256\nj = torch.arange(n, dty
 
 
 class Entry(NamedTuple):
-    name: str  # as in the rows
+    name: str
     about: str
     code: str  # defines `mask` or `score`
 
@@ -134,10 +134,10 @@ score = ScoreFunction(lambda s, b, h, q, k: s + table[q - k + n - 1])
 ]  # fmt: skip
 
 
-# gallery name -> the name of what benchmarks/masks.py measures
+# gallery name -> what benchmarks/masks.py measures of it, at other lengths: the same kind of mask, not only the same pattern
 MEASURED = {
-    "causal": "causal", "sliding window": "window", "causal document": "documents", "share question": "share-question",
-    "random eviction": "eviction", "prefix LM": "prefix", "attention sink and window": "global-window",
+    "share question": "share-question", "random eviction": "eviction", "documents": "documents", "prefix LM": "prefix",
+    "attention sink and window": "global-window",
 }  # fmt: skip
 
 
@@ -149,7 +149,8 @@ def _speed(name: str) -> str:
         return "not measured yet"
     words = [f"{of} {row['time_us']['p50']:.0f} µs, {row['tflops']:.0f} TFLOP/s" for of, row in sorted(found.items(), reverse=True)]
     row = next(iter(found.values()))
-    return f"{'; '.join(words)} ({row['batch']} × {row['seqlen']} tokens, {row['heads']} heads of {row['head_dim']}, {row['gpu']})"
+    what = f"{row['case'] or row['mask']}, {row['batch']} × {row['seqlen']} tokens, {row['heads']} heads of {row['head_dim']}"
+    return f"{'; '.join(words)} ({what}, {row['gpu']})"
 
 
 def _run(entry: Entry) -> attn3.Mask | attn3.Score:

@@ -334,6 +334,8 @@ def test_the_quantising_kernels(dim, precision, used, dtype):
         # a group of zeros is divided by next to nothing: a last bit becomes the largest number, of that scale
         zeros = (want_scale <= fp8.SMALLEST_SCALE)[:, None, :, None].expand_as(data)
         torch.testing.assert_close(data.float()[~zeros], want.float()[~zeros], rtol=0.13, atol=2**-8)
+        stands_for = (data.float() * scale[:, None, :, None])[zeros]
+        torch.testing.assert_close(stands_for, torch.zeros_like(stands_for), rtol=0, atol=448 * fp8.SMALLEST_SCALE)
     v8, _, _, v_t = pairs[2][0]
     kept = fp8.with_scales(problem, precision, pairs[0][0], pairs[1][0], (v8, pairs[2][0][1], pairs[2][0][2], None))
     assert torch.equal(v_t, fp8.transposed(kept))

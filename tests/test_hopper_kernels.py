@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def programs_of(features: Features | BackwardFeatures | Fp8Features) -> Programs
     return Programs(mask and lower_mask(masks[mask](), sizes), score and lower_score(scores[score], sizes))
 
 
-def compile_and_read(features: Features | Fp8Features | DecodeFeatures) -> sass.Sass:
+def compile_and_read(features: Features | BackwardFeatures | Fp8Features | DecodeFeatures) -> sass.Sass:
     from attn3.backends.hopper import compile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -153,32 +152,11 @@ def products_once(features: Features) -> int:
     return loops * (qk + pv) + 2 * qk + pv + half * (qk + pv + pv // 2)
 
 
-def compile_all(every: list) -> dict[Features | BackwardFeatures | Fp8Features, sass.Sass]:
-    # one thread: a fork of a process whose OpenMP threads have run cannot start its own
-    with ProcessPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return dict(zip(every, pool.map(compile_and_read, every), strict=True))
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[Features | BackwardFeatures, sass.Sass]:
-    return compile_all([*tuned_features(), *tuned_backward_features()])
-
-
-@pytest.fixture(scope="module")
-def compiled_fp8() -> dict[Fp8Features, sass.Sass]:
-    return compile_all(fp8_features())
-
-
-@pytest.fixture(scope="module")
-def compiled_decode() -> dict[DecodeFeatures, sass.Sass]:
-    return compile_all(decode_features())
-
-
 @needs_compiler
 @pytest.mark.compile
 @pytest.mark.parametrize("features", tuned_features(), ids=str)
-def test_machine_code(compiled: dict[Features, sass.Sass], features: Features) -> None:
-    code = compiled[features]
+def test_machine_code(features: Features) -> None:
+    code = compile_and_read(features)
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
     assert code.products == products_once(features), "a loop is there twice, or not at all"
     assert code.products > 2 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
@@ -189,9 +167,9 @@ def test_machine_code(compiled: dict[Features, sass.Sass], features: Features) -
 @needs_compiler
 @pytest.mark.compile
 @pytest.mark.parametrize("features", tuned_backward_features(), ids=str)
-def test_backward_machine_code(compiled: dict[Features | BackwardFeatures, sass.Sass], features: BackwardFeatures) -> None:
+def test_backward_machine_code(features: BackwardFeatures) -> None:
     """Counts are over the three kernels of a backward pass; two of them have no products."""
-    code = compiled[features]
+    code = compile_and_read(features)
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
     assert code.products > 3 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
     assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
@@ -202,8 +180,8 @@ def test_backward_machine_code(compiled: dict[Features | BackwardFeatures, sass.
 @needs_compiler
 @pytest.mark.compile
 @pytest.mark.parametrize("features", fp8_features(), ids=str)
-def test_machine_code_fp8(compiled_fp8: dict[Fp8Features, sass.Sass], features: Fp8Features) -> None:
-    code = compiled_fp8[features]
+def test_machine_code_fp8(features: Fp8Features) -> None:
+    code = compile_and_read(features)
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
     assert code.products > 2 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
     assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
@@ -219,8 +197,8 @@ def test_machine_code_fp8(compiled_fp8: dict[Fp8Features, sass.Sass], features: 
 @needs_compiler
 @pytest.mark.compile
 @pytest.mark.parametrize("features", decode_features(), ids=str)
-def test_machine_code_decode(compiled_decode: dict[DecodeFeatures, sass.Sass], features: DecodeFeatures) -> None:
-    code, tile = compiled_decode[features], config_decode.choose(features)
+def test_machine_code_decode(features: DecodeFeatures) -> None:
+    code, tile = compile_and_read(features), config_decode.choose(features)
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
     assert code.products == tile.head_dim // 16 + config_decode.BLOCK // 16, "the loop is there twice, or not at all"
     assert code.groups == 2, "QK and PV: one group of products each"
