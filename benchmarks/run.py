@@ -79,7 +79,7 @@ def gqa() -> list[Cell]:
 
 def fp16() -> list[Cell]:
     return [
-        Cell("forward", _dense(head_dim, seqlen, mask, label="fp16"), _with("attn3") + _with("attn3 fa2 cudnn fa4", FP16))
+        Cell("forward", _dense(head_dim, seqlen, mask, label="fp16"), _with("attn3 cudnn") + _with("attn3 fa2 cudnn fa4", FP16))
         for head_dim in (64, 128, 256)
         for mask in ("dense", "causal")
         for seqlen in (1024, 16384)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,3 +54,16 @@ def test_hash_notices_every_change(tmp_path: Path) -> None:
 def test_sources_of_this_repository() -> None:
     names = {path.name for path in hashed_files()}
     assert {"problem.py", "programs.py", "arithmetic.py", "scores.py", "__init__.py"} <= names
+
+
+def test_kernels_that_gpu_tests_want_can_be_listed_without_a_gpu(tmp_path) -> None:
+    """What precompile.py would compile for one file of GPU tests."""
+    root = REPORT.parents[2]
+    chosen = ["tests/test_hopper_gpu.py", "-k", "lse_changes_nothing or packed_equals"]
+    command = [sys.executable, "tests/gpu/precompile.py", "-s", *chosen]
+    environment = {**os.environ, "ATTN3_PRECOMPILE_LIST": "1", "ATTN3_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    wanted = [line.lstrip(".") for line in done.stderr.splitlines() if "forward" in line]
+    for dim in (64, 128, 256):
+        assert f"forward bfloat16 D{dim}/{dim} right lse" in wanted and f"forward bfloat16 D{dim}/{dim} right" in wanted, done
+    assert "forward bfloat16 D128/128 right packed" in wanted and not list(tmp_path.rglob("*.o"))
