@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from attn3.programs import MaskProgram, ScoreProgram
 
 SMEM_BYTES = 232448  # dynamic shared memory a block may have on sm_90
-REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # consumer warpgroups -> registers of the producer, of a consumer
+SMEM_OF_SM = 233472  # of which the system takes 1 KB for each block
+REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # consumer warpgroups of an SM -> registers of the producer, of a consumer
 
 
 class Programs(NamedTuple):
@@ -57,8 +58,16 @@ class Tile:
     stages_v: int
     q_in_registers: bool
     stage_out: bool  # O leaves through a shared buffer and TMA, instead of straight from registers
+    ctas: int = 1  # that share an SM: small tiles of queries, and yet as many warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the producer, of a consumer."""
+        producer, consumer = REGISTERS[self.warpgroups * self.ctas]
+        return (24, consumer) if self.ctas > 1 else (producer, consumer)  # each CTA brings a producer
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
+        """Of one CTA."""
         q = 64 * self.warpgroups * head_dim
         out = 64 * self.warpgroups * head_dim_v if self.stage_out else 0
         return 2 * (q + out + self.block_keys * (self.stages_k * head_dim + self.stages_v * head_dim_v)) + 2048
@@ -70,15 +79,17 @@ class Tile:
 
     def check(self, head_dim: int, head_dim_v: int) -> None:
         smem, registers = self.smem_bytes(head_dim, head_dim_v), self.accumulator_registers(head_dim, head_dim_v)
-        have = REGISTERS[self.warpgroups][1]
-        assert smem <= SMEM_BYTES, f"{self}: {smem} bytes of shared memory, {SMEM_BYTES} available"
+        have = self.registers[1]
+        room = min(SMEM_BYTES, SMEM_OF_SM // self.ctas - 1024)
+        assert smem <= room, f"{self}: {smem} bytes of shared memory, {room} available"
         assert registers <= have, f"{self}: {registers} registers for the accumulators, {have} available"
         assert self.block_keys % 16 == 0, f"{self}: a block of keys must be a multiple of 16"
 
     def __str__(self) -> str:
         kept = ", Q in registers" if self.q_in_registers else ""
         stages = f"{self.stages_k}/{self.stages_v} K/V stages"
-        return f"{64 * self.warpgroups}x{self.block_keys} ({self.warpgroups} warpgroups, {stages}{kept})"
+        shared = f", {self.ctas} CTAs an SM" if self.ctas > 1 else ""
+        return f"{64 * self.warpgroups}x{self.block_keys} ({self.warpgroups} warpgroups, {stages}{kept}{shared})"
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,9 @@ def tuned() -> tuple[TunedRow, ...]:
     rows = json.loads(Path(__file__).with_name("tuned.json").read_text())
     names = [f.name for f in fields(Tile)]
     return tuple(
-        TunedRow(row["head_dim"], row["head_dim_v"], tuple(row["masks"]), Tile(**{n: row[n] for n in names}), row["provenance"])
+        TunedRow(
+            row["head_dim"], row["head_dim_v"], tuple(row["masks"]), Tile(**{n: row[n] for n in names if n in row}), row["provenance"]
+        )
         for row in rows
     )
 

@@ -10,6 +10,7 @@ from attn3.backends.hopper.parts.program import ask
 from attn3.masks import visible_range
 
 NEG_INF = -float("inf")
+AT_ONCE = 8  # columns that a mask program is asked about at a time
 
 
 @cute.jit
@@ -47,8 +48,8 @@ def look(bits, columns: Constexpr, at: Rectangle, visible: Constexpr, tensors):
     """
     rows = [cutlass.min(at.row + 8 * r, at.last_row) for r in range(2)]
     bits.fill(0)
-    at_once = columns // 4  # a whole number of 8-column groups, of which a thread has two
-    for step in cutlass.range(4, unroll=1):
+    at_once = min(AT_ONCE, columns // 2)  # a whole number of 8-column groups, of which a thread has two columns
+    for step in cutlass.range(columns // at_once, unroll=1):
         first = at.column + step * (4 * at_once)
         some = [Int32(0), Int32(0)]
         for j in cutlass.range_constexpr(at_once):
