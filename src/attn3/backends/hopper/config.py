@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SMEM_BYTES = 232448  # dynamic shared memory a block may have on sm_90
 SMEM_OF_SM = 233472  # of which the system takes 1 KB for each block
-REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # consumer warpgroups of an SM -> registers of the producer, of a consumer
+REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # consumer warpgroups -> registers of the producer, of a consumer
 
 
 class Programs(NamedTuple):
@@ -63,8 +63,11 @@ class Tile:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread of the producer, of a consumer."""
-        producer, consumer = REGISTERS[self.warpgroups * self.ctas]
-        return (24, consumer) if self.ctas > 1 else (producer, consumer)  # each CTA brings a producer
+        if self.ctas == 1:
+            return REGISTERS[self.warpgroups]
+        # a CTA can hand around what it got at its start: equal shares, in steps of 8. Asking for more would wait for ever
+        at_start = 65536 // (self.ctas * 128 * (1 + self.warpgroups)) // 8 * 8
+        return 24, (at_start * (1 + self.warpgroups) - 24) // self.warpgroups // 8 * 8
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         """Of one CTA."""

@@ -48,7 +48,7 @@ def look(bits, columns: Constexpr, at: Rectangle, visible: Constexpr, tensors):
     """
     rows = [cutlass.min(at.row + 8 * r, at.last_row) for r in range(2)]
     bits.fill(0)
-    at_once = min(AT_ONCE, columns // 2)  # a whole number of 8-column groups, of which a thread has two columns
+    at_once = min(AT_ONCE, columns)  # a whole number of 8-column groups, of which a thread has two columns
     for step in cutlass.range(columns // at_once, unroll=1):
         first = at.column + step * (4 * at_once)
         some = [Int32(0), Int32(0)]
