@@ -232,3 +232,28 @@ def test_common_head_dims_get_their_own_row() -> None:
     for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 64)):
         row = config.choose(Features("bfloat16", head_dim, head_dim_v))
         assert (row.head_dim, row.head_dim_v) == (head_dim, head_dim_v)
+
+
+@needs_compiler
+def test_indices_into_captured_tensors_are_whole_numbers_and_no_more_than_dimensions() -> None:
+    from attn3.backends.hopper import compile, launch
+    from attn3.errors import Unsupported
+    from attn3.problem import Problem
+
+    table, q = torch.zeros(4, 333), torch.empty(1, 200, 4, 64, dtype=torch.bfloat16)
+    for function, message in (
+        (lambda s, b, h, q, k: s + table[h, k * 0.5], "whole numbers"),
+        (lambda s, b, h, q, k: s + table[h, k, q], "3 indices into a tensor of 2"),
+    ):
+        p = Problem.of(q, q, q, score=ScoreFunction(function))
+        with pytest.raises(Unsupported, match=message):
+            compile._compile_visibly(launch.features_of(p), Programs(None, p.score_program))
+
+
+def test_an_empty_captured_tensor_is_refused_up_front() -> None:
+    from attn3.backends.hopper import launch
+    from attn3.problem import Problem
+
+    empty, q = torch.zeros(0), torch.empty(1, 200, 4, 64, dtype=torch.bfloat16)
+    p = Problem.of(q, q, q, score=ScoreFunction(lambda s, b, h, q, k: s + empty[k]))
+    assert any("empty tensor" in reason for reason in launch.program_reasons(p))

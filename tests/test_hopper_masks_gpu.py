@@ -154,6 +154,21 @@ def test_scores_that_jump(dim: int) -> None:
     compare(p, out, lse, slack=4.0)
 
 
+def nearest(index: Tensor, size: int) -> Tensor:
+    """What kernels make of an index of a user's function."""
+    return torch.where(index < 0, index + size, index).clamp(0, size - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_indices_outside_of_a_tensor_read_its_nearest_element(dtype: torch.dtype) -> None:
+    table, far = torch.randn(300, device="cuda", generator=seeded()), whole(-2000, 2000, KEYS, seed=1).to(dtype)
+    q, k = torch.arange(ROWS, device="cuda")[:, None], torch.arange(KEYS, device="cuda")
+    p = problem_of(None, ScoreFunction(lambda s, b, h, q, k: s + table[q - k] + table[far[k]]))
+    spelled = problem_of(None, Bias(table[nearest(q - k, 300)] + table[nearest(far[k], 300)]))
+    for got, want in zip(ops.forward(p, "hopper"), ops.forward(spelled, "hopper"), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-2)
+
+
 def test_a_program_equals_the_window_that_it_spells_out() -> None:
     window = problem_of(Window(100, 20))
     spelled = problem_of(MaskFunction(lambda b, h, q, k: (k - q <= KEYS - ROWS + 20) & (k - q >= KEYS - ROWS - 100)))

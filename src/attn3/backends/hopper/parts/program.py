@@ -84,14 +84,37 @@ def bare(x: Any) -> Any:
 
 
 class Captured:
-    """A captured tensor."""
+    """A captured tensor, or what is left of it behind some indices.
 
-    def __init__(self, tensor: cute.Tensor):
-        self.tensor = tensor
+    Our own masks and scores index what was checked against the call. What a user's function indexes is ``guarded``: a negative
+    index counts from the end, as everywhere in Python, and one that is still outside is moved to the nearest element.
+    """
+
+    def __init__(self, tensor: cute.Tensor, guard: bool = False, before: tuple[Any, ...] = ()):
+        self.tensor, self.guard, self.before = tensor, guard, before
+
+    def guarded(self) -> Captured:
+        return Captured(self.tensor, True)
 
     def __getitem__(self, at: Any) -> Any:
-        at = at if isinstance(at, tuple) else (at,)
-        return wrap(self.tensor[tuple(bare(i) for i in at)])
+        at = self.before + (at if isinstance(at, tuple) else (at,))
+        if len(at) > len(self.tensor.shape):
+            raise TypeError(f"{len(at)} indices into a tensor of {len(self.tensor.shape)} dimensions")
+        if len(at) < len(self.tensor.shape):
+            return Captured(self.tensor, self.guard, at)
+        return wrap(self.tensor[tuple(self._index(i, n) for i, n in zip(at, self.tensor.shape, strict=True))])
+
+    def _index(self, i: Any, size: Any) -> Any:
+        i = bare(i)
+        if isinstance(i, bool) or not isinstance(i, (int, cutlass.Integer)) or isinstance(i, Boolean):
+            raise TypeError(f"an index of a captured tensor is {type(i).__name__}; kernels index with whole numbers only")
+        if not self.guard:
+            return i
+        if isinstance(i, int):
+            return cutlass.min(Int32(i), size - 1) if i >= 0 else cutlass.max(size + i, 0)
+        kind = type(i) if i.width > 32 else Int32  # narrow ones could not hold the size
+        i, size = kind(i), kind(size)
+        return cutlass.max(cutlass.min(_select(i < 0, i + size, i), size - 1), kind(0))
 
 
 def ask(function: Callable[..., Any], place: tuple[Any, ...], tensors: tuple[cute.Tensor, ...] | None, *first: Any) -> Any:
