@@ -17,7 +17,7 @@ from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, choose
 from attn3.masks import Causal, Columns, DenseMask, MaskFunction
 from attn3.programs import Sizes, lower_mask
-from attn3.scores import Alibi, ScoreFunction, lower_score
+from attn3.scores import Alibi, Bias, ScoreFunction, lower_score
 
 MASKS = {"dense": (False, False), "right": (False, True), "left": (True, True)}
 
@@ -72,6 +72,7 @@ def tuned_backward_features() -> list[BackwardFeatures]:
         BackwardFeatures("bfloat16", 64, 64, mask="dense", scores="alibi"),
         BackwardFeatures("bfloat16", 128, 128, mask="documents"),
         BackwardFeatures("bfloat16", 256, 256, right=True, scores="curve"),
+        BackwardFeatures("bfloat16", 128, 128, mask="documents", scores="learned", wanted=(0, 1)),
     ]
     return [*rows, *more, *programs, BackwardFeatures("float16", 72, 40, packed=True)]
 
@@ -124,7 +125,9 @@ def programs_of(features: Features | BackwardFeatures | Fp8Features) -> Programs
         "dense": lambda: DenseMask(torch.zeros(2, 1, 200, 333, dtype=torch.bool)) & Causal(),
     }
     mask, score = getattr(features, "mask", None), getattr(features, "scores", None)
-    scores = {"alibi": Alibi(), "curve": ScoreFunction(lambda s, b, h, q, k: 3.0 * score_math.tanh(s * 0.4))}
+    bias, slopes = torch.zeros(4, 200, 333), torch.zeros(4)
+    scores = {"alibi": Alibi(), "learned": Bias(bias) & Alibi(slopes)}
+    scores |= {"curve": ScoreFunction(lambda s, b, h, q, k: 3.0 * score_math.tanh(s * 0.4))}
     return Programs(mask and lower_mask(masks[mask](), sizes), score and lower_score(scores[score], sizes))
 
 

@@ -141,8 +141,8 @@ def program_reasons(p: Problem) -> list[str]:
         reasons.append(f"gradients that repeat bitwise are not supported under {p.mask!r} on the GPU; use backend='cpu'")
     if p.score_program is not None and torch.is_grad_enabled() and p.score_program.needs_grad and deterministic:
         reasons.append(
-            f"{p.score!r} needs gradients of its own tensors, which the GPU sums in no fixed order; pass deterministic=False, or use"
-            " backend='cpu'"
+            f"{p.score!r} needs gradients of its own tensors, which the GPU sums in no fixed order; pass deterministic=False, or"
+            " use backend='cpu'"
         )
     return reasons
 

@@ -73,9 +73,7 @@ def backward(
     return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows), converted()
 
 
-def features_of(
-    p: Problem, dlse: bool = False, deterministic: bool = False, wanted: tuple[int, ...] = ()
-) -> BackwardFeatures:
+def features_of(p: Problem, dlse: bool = False, deterministic: bool = False, wanted: tuple[int, ...] = ()) -> BackwardFeatures:
     left, right = p.window
     return BackwardFeatures(
         dtype=str(p.q.dtype).removeprefix("torch."),

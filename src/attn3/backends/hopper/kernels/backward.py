@@ -219,8 +219,8 @@ class BackwardKernel:
         tma_v, gV = tma(gV, layouts["v"], self.dv)
         self.main(
             tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
-            captured, captured_by_scores, gradients, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles, slots,
-            cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
+            captured, captured_by_scores, gradients, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles,
+            slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
