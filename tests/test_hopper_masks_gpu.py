@@ -146,7 +146,7 @@ def learned(*shape: int, seed: int = 0) -> Tensor:
 
 def curve() -> Score:
     table, factor = learned(HEADS, 64), torch.tensor(0.7, device="cuda", requires_grad=True)
-    return ScoreFunction(lambda s, b, h, q, k: factor * score_math.tanh(s * table[h, (q - k) % 64]) + table[h][(k - q) % 32])
+    return ScoreFunction(lambda s, b, h, q, k: factor * score_math.tanh(s * table[h, (q - k) % 64]) + table[h, (k - q) % 32])
 
 
 LEARNED: dict[str, Callable[[], Score]] = {
