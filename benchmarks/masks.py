@@ -276,7 +276,8 @@ class Bench:
                 got = got if isinstance(got, tuple) else (got,)
                 if case.mask == "million":
                     torch.cuda.synchronize()
-                    found[provider]["bytes"] = {**_bytes_of(case.pattern.mask), "peak": torch.cuda.max_memory_allocated()}
+                    peak = torch.cuda.max_memory_allocated() - timing.FLUSH_BYTES  # the stopwatch's own
+                    found[provider]["bytes"] = {**_bytes_of(case.pattern.mask), "peak": peak}
                     _check_documents(case, leaves, dout, name, got)
                 elif provider != "attn3-dense":
                     want = got if want is None else want
@@ -285,7 +286,7 @@ class Bench:
                         raise ArithmeticError(f"differs from the first provider's by {worst:.1e} of the largest value")
                 calls[provider] = self.watches["forward"].prepare(call) if name == "forward" else call
             except Exception as error:
-                found[provider] = {"error": runs.short(error)}
+                found[provider] |= {"error": runs.short(error)}
         timings = timing.interleave(
             self.watches[name], calls, rounds=self.args.rounds, seconds=self.args.seconds, sampler=self.sampler
         )
@@ -309,10 +310,14 @@ def _belongs(provider: str, case: Case) -> bool:
 
 
 def _bytes_of(mask: masks.Mask) -> dict[str, int]:
-    """What a mask of columns holds: its own tensor, and all maps that calls have made of it."""
+    """What a mask of columns holds: its own tensor, and all maps that calls have made of it, also as the kernels walk them."""
+    from attn3.backends.hopper.maps import _rows
+
     nbytes = lambda t: t.numel() * t.element_size()
-    maps = sum(nbytes(t) for _, found in mask.__dict__.get("_maps", {}).values() for t in found)
-    return {"columns": nbytes(mask.startend_row_indices), "maps": maps}
+    maps = [found for _, found in mask.__dict__.get("_maps", {}).values()]
+    walked = [made.rows for found in maps for made in _rows.get(found.visit, {}).values()]
+    total = lambda tensors: sum(map(nbytes, tensors))
+    return {"columns": nbytes(mask.startend_row_indices), "maps": total(t for found in maps for t in found), "rows": total(walked)}
 
 
 def _check_documents(case: Case, leaves: list[Tensor], dout: Tensor, name: str, got: tuple[Tensor, ...]) -> None:
