@@ -29,7 +29,9 @@ E4M3_MAX = 448.0
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 P_SHIFT = 8  # probabilities are held times 2^8: the largest is then 256, and what follows has most of e4m3's range below it
 Q_BLOCK = K_BLOCK = 128  # rows of one scale with scaling="block"; a multiple of a warpgroup's rows, a divisor of a tile's keys
-SMALLEST_SCALE = 1e-30  # of a group of zeros, which then are 0 / 1e-30
+SMALLEST_SCALE = 1e-30
+ZERO_SCALE = 1.0  # of a group of zeros
+ZEROS_BELOW = 2.0**-17  # what is left of a group after its mean, relative to its largest number, is rounding alone: zeros
 WIDEST_PROMOTED = 128
 _CHOICES = {"mode": ("exact", "fast"), "scaling": ("head", "block", "tensor")}
 
