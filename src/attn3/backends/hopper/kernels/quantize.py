@@ -81,6 +81,8 @@ class QuantizeKernel:
         self, mX: cute.Tensor, signs: cute.Tensor | None, visible: cute.Tensor | None, parts: cute.Tensor, counters: cute.Tensor,
         scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, rows: Int32, chunk: Int32,
     ):  # fmt: skip
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()  # counters and workspace may still be in use
         tid, gdim = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
         smem = cutlass.memory.SmemAllocator()
         note = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # what thread 0 tells the others
@@ -90,8 +92,6 @@ class QuantizeKernel:
             masks = self.masks_of(signs)
         elif const_expr(self.transpose):
             turned = smem.allocate_tensor(Int32, cute.make_layout((PITCH, self.dim)), 16)  # (word, column)
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # counters and workspace may still be in use
         batch_size, seqlen, heads, _ = mX.shape
         n_parts = parts.shape[2]
         units = batch_size * heads
@@ -141,8 +141,9 @@ class QuantizeKernel:
                     own = mean[batch, head, None]
                 if const_expr(self.rotate):
                     self.write_rotated(
-                        mX[batch, None, head, None], masks, ring, first, last, begin, end, inverse, own, mY[batch, None, head, None]
-                    )
+                        mX[batch, None, head, None], masks, ring, first, last, begin, end, inverse, own, shared,
+                        mY[batch, None, head, None],
+                    )  # fmt: skip
                 else:
                     to = turned if const_expr(self.transpose) else None
                     yt = mYt[batch, head, None, None] if const_expr(self.transpose) else None
@@ -328,7 +329,7 @@ class QuantizeKernel:
                 part[2, column] = c
 
     @cute.jit
-    def write_rotated(self, rows_of_x, masks, ring, first, last, begin, end, inverse, mean, rows_of_y):
+    def write_rotated(self, rows_of_x, masks, ring, first, last, begin, end, inverse, mean, shared, rows_of_y):
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         pair = self.hadamard16()
         high = cutlass.max(cutlass.min(last, end), 1)
@@ -337,15 +338,12 @@ class QuantizeKernel:
         x = cute.make_rmem_tensor((8, 2, 2), Float32)
         y, eight = cute.make_rmem_tensor(8, F8), cute.make_rmem_tensor(8, Float32)
         words = cute.recast_tensor(y, Int32)
-        middle = cute.make_rmem_tensor((8, 2, self.dim // 64), Float32)
+        shift = cute.make_rmem_tensor(8, Float32)
+        shift.fill(0.0)
         if const_expr(self.center):
-            for h in cutlass.range_constexpr(self.dim // 64):
-                for i in cutlass.range_constexpr(2):
-                    cute.autovec_copy(self.columns(mean, 8 * h + 4 * i + lane % 4, 8), middle[None, i, h])
-            for i in cutlass.range_constexpr(self.dim // 4):
-                middle[i] = middle[i] * -inverse
-        else:
-            middle.fill(0.0)
+            for column in cutlass.range(tid, self.dim, THREADS, unroll=1):
+                shared[column, 0, 0] = mean[column] * -inverse
+            cute.arch.sync_threads()
         steps = cute.ceil_div(last - first, STEP)
         for i in cutlass.range_constexpr(STAGES - 1):
             if i < steps:
@@ -360,11 +358,13 @@ class QuantizeKernel:
             row0 = first + n * STEP + tid // 32 * 16 + lane // 4
             for h in cutlass.range_constexpr(self.dim // 64):
                 self.rotate_64(ring, stage, masks, pair, h, x)
-                for r in cutlass.range_constexpr(2):
-                    row = row0 + 8 * r
-                    for i in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    if const_expr(self.center):
+                        cute.autovec_copy(self.columns(shared[None, 0, 0], 8 * h + 4 * i + lane % 4, 8), shift)
+                    for r in cutlass.range_constexpr(2):
+                        row = row0 + 8 * r
                         for e in cutlass.range_constexpr(8):
-                            eight[e] = x[e, i, r] * factor + middle[e, i, h]
+                            eight[e] = x[e, i, r] * factor + shift[e]
                         y.store(eight.load().to(F8))
                         if (row < begin) | (row >= end):
                             words[0] = Int32(0)
@@ -438,7 +438,7 @@ class QuantizeKernel:
         by_key, by_column = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(32, Float32)
         y, y_t = cute.make_rmem_tensor(8, F8), cute.make_rmem_tensor(32, F8)
         words = cute.recast_tensor(y_t, Int32)
-        for i in cutlass.range_constexpr(turns // together):
+        for i in cutlass.range(turns // together, unroll=1):
             for u in cutlass.range_constexpr(together):
                 word = (i * together + u) * words_at_once + row_of_words
                 for k in cutlass.range_constexpr(4):
