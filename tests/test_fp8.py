@@ -175,7 +175,7 @@ def test_rotation_halves_the_error_on_outliers(monkeypatch):
 
 def test_centering_removes_offsets():
     q, k, v = normal((1, 64, 2, 64), (1, 500, 2, 64), (1, 500, 2, 64), dtype=torch.float32)  # so is the output
-    k = (k + 20 * torch.randn(64, generator=torch.Generator().manual_seed(1)))
+    k = k + 20 * torch.randn(64, generator=torch.Generator().manual_seed(1))
     v = v + 8
     exact, lse = reference(Problem.of(q, k, v))
     error = lambda p: rms(attn3.attention(q, k, v, precision=p, backend="cpu") - exact)
@@ -273,7 +273,10 @@ def select(condition: bool, a: int, b: int) -> int:
     return a if condition else b
 
 
-@pytest.mark.parametrize(("rows", "dim", "units"), [(1, 64, 1), (16384, 128, 16), (333, 64, 6), (16384, 256, 8), (70000, 128, 3), (4096, 64, 128), (5000, 64, 7)])
+@pytest.mark.parametrize(
+    ("rows", "dim", "units"),
+    [(1, 64, 1), (16384, 128, 16), (333, 64, 6), (16384, 256, 8), (70000, 128, 3), (4096, 64, 128), (5000, 64, 7)],
+)
 def test_tickets_of_the_quantising_kernel(rows, dim, units):
     """Every part is measured and written once, and written after its whole head was measured, however long each ticket takes."""
     part_rows, parts, chunk = partition(rows, dim)

@@ -111,7 +111,9 @@ class QuantizeKernel:
             if write == 0:
                 low, high = cutlass.max(first, begin), cutlass.min(last, end)
                 if const_expr(self.rotate):
-                    self.measure_rotated(mX[batch, None, head, None], masks, ring, low, high, shared, parts[batch, head, part, None, None])
+                    self.measure_rotated(
+                        mX[batch, None, head, None], masks, ring, low, high, shared, parts[batch, head, part, None, None]
+                    )
                 else:
                     self.measure_plain(mX[batch, None, head, None], low, high, shared, parts[batch, head, part, None, None])
                 cute.arch.fence_acq_rel_gpu()

@@ -86,8 +86,8 @@ def maximum(S_mn, c, rows: Fp8Rows, guarded: Constexpr):
 def exp2_by_polynomial(x):
     """2^x for x < 128 on the FMA units: a relative error of 7.5e-5, where e4m3 rounds by 6e-2. 2^-126 for whatever is below.
 
-    2^n 2^f with n = round(x): n is added to the exponent of a polynomial in f, whose coefficients minimise the largest relative error
-    over [-1/2, 1/2].
+    2^n 2^f with n = round(x): n is added to the exponent of a polynomial in f whose coefficients make the largest relative error
+    over [-1/2, 1/2] the least.
     """
     return cute.arch.inline_ptx(
         "{ .reg .f32 x, r, f, p; .reg .b32 n, b; max.f32 x, {$r0}, 0fC2FC0000; add.rn.f32 r, x, 0f4B400000; "

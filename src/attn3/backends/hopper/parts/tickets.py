@@ -1,4 +1,4 @@
-"""In which order a quantising kernel measures and writes the parts of all heads. Plain arithmetic: kernels trace it, tests run it."""
+"""In which order a quantising kernel measures and writes the parts of all heads: plain arithmetic, traced and tested alike."""
 
 from typing import Any, Callable, NamedTuple
 
