@@ -106,9 +106,8 @@ def check_quantize(dim: int) -> bool:
             mean = 0.0 if want[2] is None else (got[2] - want[2]).abs().max().item()
             fine = differ < 2e-3 and off < 1e-5 and mean < 1e-4
             good &= fine
-            print(
-                f"D{dim} {name} of {rows} rows: {differ:.1e} of the bytes differ, scale {off:.1e}, mean {mean:.1e}{'' if fine else ' WRONG'}"
-            )
+            text = f"{differ:.1e} of the bytes differ, scale {off:.1e}, mean {mean:.1e}"
+            print(f"D{dim} {name} of {rows} rows: {text}{'' if fine else ' WRONG'}")
         kept = fp8.with_scales(problem, precision, found[0][0], found[0][1], (*found[0][2][:3], None))
         same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
                    for one in found for x, y in zip(one, found[0], strict=True) for a, b in zip(x, y, strict=True) if a is not None)  # fmt: skip

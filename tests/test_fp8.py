@@ -6,12 +6,15 @@ import math
 from random import Random
 
 import pytest
+import sass
 import torch
 from torch import Tensor
 
 import attn3
 import attn3.registry
 from attn3 import FP8, AttentionError, Unsupported, fp8
+from attn3.backends.hopper import environment
+from attn3.backends.hopper.config_fp8 import QuantizeFeatures
 from attn3.backends.hopper.parts import tickets
 from attn3.backends.hopper.quantize import partition
 from attn3.flash_attn_interface import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
@@ -629,3 +632,20 @@ def test_compiled():
     call = lambda q, k, v: attn3.attention(q, k, v, mask=attn3.Causal(), precision=FP8(), return_lse=True)
     got = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)
     assert all(torch.equal(a, b) for a, b in zip(got, call(q, k, v), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- machine code
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(bool(environment.software_reasons()) or sass.disassembler() is None, reason="needs the compiler and nvdisasm")
+@pytest.mark.parametrize("kind", [(True, False, False), (True, True, False), (False, True, True)], ids=["q", "k", "v"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_machine_code_of_the_quantising_kernel(dim, kind, tmp_path):
+    from attn3.backends.hopper import compile
+
+    compile.build(QuantizeFeatures("bfloat16", dim, *kind), options=f"--keep-cubin --dump-dir {tmp_path}")
+    (cubin,) = tmp_path.glob("*.cubin")
+    code = sass.read(cubin)
+    assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
+    assert code.instructions < 6500

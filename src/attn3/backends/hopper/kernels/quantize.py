@@ -6,8 +6,8 @@ exactly, the largest magnitude after taking it out, so the scale. ``write`` stor
 transposed, its keys in ``attn3.fp8.KEY_ORDER``. ``tickets`` orders all of this so that the second read of a head comes from L2.
 
 Rows are rotated (random signs and a Walsh-Hadamard transform) by tensor cores, whose products of a 16-bit number and 1 or -1 are
-exact: four of the transform's stages are products with a 16 x 16 matrix, two are additions in registers, and those of columns 64 and
-more apart are sums over several products. Nothing moves between threads.
+exact: four of the transform's stages are products with a 16 x 16 matrix, two are additions in registers, and those of columns at
+least 64 apart are sums over several products. Nothing moves between threads.
 
 Rows out of use are neither measured nor copied: they become zeros.
 """
