@@ -110,7 +110,8 @@ def check_quantize(dim: int) -> bool:
             print(f"D{dim} {name} of {rows} rows: {text}{'' if fine else ' WRONG'}")
         kept = fp8.with_scales(problem, precision, found[0][0], found[0][1], (*found[0][2][:3], None))
         same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-                   for one in found for x, y in zip(one, found[0], strict=True) for a, b in zip(x, y, strict=True) if a is not None)  # fmt: skip
+                   for one in found for x, y in zip(one, found[0], strict=True) for a, b in zip(x, y, strict=True)
+                   if a is not None)  # fmt: skip
         turned = torch.equal(found[0][2][3], fp8.transposed(kept))
         good &= same and turned
         if not (same and turned):
