@@ -163,6 +163,7 @@ class BackwardFeatures:
     mask: Hashable | None = None  # as in ``Features``
     scores: Hashable | None = None
     cap: float | None = None
+    wanted: tuple[int, ...] = ()  # tensors of the score program that get gradients
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]
