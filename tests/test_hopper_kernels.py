@@ -29,11 +29,12 @@ needs_compiler = pytest.mark.skipif(
 
 def tuned_features() -> list[Features]:
     """One kernel for each tuned row and mask kind, and the options that change the loops on top of the common rows."""
+    options = {kind: {"left": left, "right": right} for kind, (left, right) in MASKS.items()} | {"program": {"mask": "documents"}}
     rows = [
-        Features("bfloat16", row.head_dim, row.head_dim_v, left=left, right=right)
+        Features("bfloat16", row.head_dim, row.head_dim_v, **options[kind])
         for row in config.tuned()
         for kind in row.masks
-        for left, right in [MASKS[kind]]
+        if kind != "program" or row.head_dim == row.head_dim_v
     ]
     causal = Features("bfloat16", 128, 128, right=True)
     more = [
@@ -46,7 +47,6 @@ def tuned_features() -> list[Features]:
         replace(causal, left=True, packed=True, sinks=True, head_dim=256, head_dim_v=256),
         Features("float16", 72, 72, right=True, packed=True),
         Features("bfloat16", 64, 64, mask="dense", scores="alibi"),
-        Features("bfloat16", 128, 128, mask="documents"),
         Features("bfloat16", 256, 256, mask="function"),
     ]
     return [*rows, *more]

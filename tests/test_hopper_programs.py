@@ -150,3 +150,45 @@ def test_what_all_queries_and_keys_read_is_told_apart() -> None:
     assert found == {
         "bias": [False], "bias of heads": [True], "slopes": [True], "slopes of sequences": [True], "bias of keys": [False],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["rows_are_queries", "rows_are_keys"])
+@pytest.mark.parametrize("columns", [8, 16, 32])
+@pytest.mark.parametrize("mask", ["windowed", "columns_1", "columns_2", "plain"])
+def test_bits_of_a_block(mask: str, columns: int, by_key: bool) -> None:
+    """A thread's two rows of columns: what each of them sees of a mask, at every place in the sequence and behind its end."""
+    from attn3.backends.hopper.parts import mask as part
+    from attn3.masks import Causal, Columns, Documents, Window
+    from attn3.programs import lower_mask
+
+    queries, keys = 21, 26
+    seeded = torch.Generator().manual_seed(0)
+    ends = torch.randint(0, queries + 1, (1, 1, keys, 2), generator=seeded, dtype=torch.int32).sort(-1)[0]
+    ids = [torch.arange(n, dtype=torch.int32)[None] // 9 for n in (queries, keys)]
+    chosen = {
+        "windowed": Documents(*ids) & Window(7, 3), "columns_1": Columns(ends[..., :1].contiguous(), causal=True) & Causal(),
+        "columns_2": Columns(ends, causal=True), "plain": Documents(*ids),
+    }[mask]  # fmt: skip
+    program = lower_mask(chosen, Sizes(1, 1, 1, queries, keys, torch.device("cpu")))
+    height, width = (keys, queries) if by_key else (queries, keys)
+    spots = [(row, first) for row in (0, 4, 11, 18, height - 1, height + 3) for first in (0, 2, 6, 10, 24)]
+    out = torch.zeros(len(spots), 2, dtype=torch.int32)
+
+    @cute.jit
+    def host(rows: cute.Tensor, firsts: cute.Tensor, out: cute.Tensor, tensors: tuple):
+        for i in cutlass.range(len(spots)):
+            bits = cute.make_rmem_tensor(2, cutlass.Int32)
+            at = part.Rectangle(0, 0, rows[i], firsts[i], height - 1, width - 1, by_key)
+            part.look(bits, columns, at, program.visible, tensors)
+            out[i, 0], out[i, 1] = bits[0], bits[1]
+
+    rows, firsts = (torch.tensor(x, dtype=torch.int32) for x in zip(*spots, strict=True))
+    host(dynamic(rows), dynamic(firsts), dynamic(out), tuple(dynamic(t.contiguous()) for t in program.tensors))
+    q, k = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
+    seen = program.visible(0, 0, q, k, program.tensors).expand(queries, keys)
+    seen = seen.T if by_key else seen
+    for (row, first), got in zip(spots, out.tolist(), strict=True):
+        for r in range(2):
+            places = [(row + 8 * r, first + j // 2 * 8 + j % 2) for j in range(columns)]
+            want = [i < height and j < width and bool(seen[i, j]) for i, j in places]
+            assert [got[r] >> j & 1 == 1 for j in range(columns)] == want, (row, first, r)

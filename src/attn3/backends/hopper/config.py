@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from attn3.programs import MaskProgram, ScoreProgram
 
 SMEM_BYTES = 232448  # dynamic shared memory a block may have on sm_90
-SMEM_OF_SM = 233472  # of which the system takes 1 KB for each block
 REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}  # consumer warpgroups -> registers of the producer, of a consumer
 
 
@@ -58,19 +57,8 @@ class Tile:
     stages_v: int
     q_in_registers: bool
     stage_out: bool  # O leaves through a shared buffer and TMA, instead of straight from registers
-    ctas: int = 1  # that share an SM: small tiles of queries, and yet as many warpgroups
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread of the producer, of a consumer."""
-        if self.ctas == 1:
-            return REGISTERS[self.warpgroups]
-        # a CTA can hand around what it got at its start: equal shares, in steps of 8. Asking for more would wait for ever
-        at_start = 65536 // (self.ctas * 128 * (1 + self.warpgroups)) // 8 * 8
-        return 24, (at_start * (1 + self.warpgroups) - 24) // self.warpgroups // 8 * 8
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
-        """Of one CTA."""
         q = 64 * self.warpgroups * head_dim
         out = 64 * self.warpgroups * head_dim_v if self.stage_out else 0
         return 2 * (q + out + self.block_keys * (self.stages_k * head_dim + self.stages_v * head_dim_v)) + 2048
@@ -82,17 +70,15 @@ class Tile:
 
     def check(self, head_dim: int, head_dim_v: int) -> None:
         smem, registers = self.smem_bytes(head_dim, head_dim_v), self.accumulator_registers(head_dim, head_dim_v)
-        have = self.registers[1]
-        room = min(SMEM_BYTES, SMEM_OF_SM // self.ctas - 1024)
-        assert smem <= room, f"{self}: {smem} bytes of shared memory, {room} available"
+        have = REGISTERS[self.warpgroups][1]
+        assert smem <= SMEM_BYTES, f"{self}: {smem} bytes of shared memory, {SMEM_BYTES} available"
         assert registers <= have, f"{self}: {registers} registers for the accumulators, {have} available"
         assert self.block_keys % 16 == 0, f"{self}: a block of keys must be a multiple of 16"
 
     def __str__(self) -> str:
         kept = ", Q in registers" if self.q_in_registers else ""
         stages = f"{self.stages_k}/{self.stages_v} K/V stages"
-        shared = f", {self.ctas} CTAs an SM" if self.ctas > 1 else ""
-        return f"{64 * self.warpgroups}x{self.block_keys} ({self.warpgroups} warpgroups, {stages}{kept}{shared})"
+        return f"{64 * self.warpgroups}x{self.block_keys} ({self.warpgroups} warpgroups, {stages}{kept})"
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,7 @@ class TunedRow:
 
     head_dim: int
     head_dim_v: int
-    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left"
+    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", and "program" of masks and scores
     tile: Tile
     provenance: str
 
@@ -116,9 +102,7 @@ def tuned() -> tuple[TunedRow, ...]:
     rows = json.loads(Path(__file__).with_name("tuned.json").read_text())
     names = [f.name for f in fields(Tile)]
     return tuple(
-        TunedRow(
-            row["head_dim"], row["head_dim_v"], tuple(row["masks"]), Tile(**{n: row[n] for n in names if n in row}), row["provenance"]
-        )
+        TunedRow(row["head_dim"], row["head_dim_v"], tuple(row["masks"]), Tile(**{n: row[n] for n in names}), row["provenance"])
         for row in rows
     )
 
@@ -132,7 +116,7 @@ def tile_dim(head_dim: int) -> int:
 def choose(features: Features) -> TunedRow:
     """The tuned row of a problem class: the smallest tile widths that hold both head dims."""
     program = features.mask is not None or features.scores is not None
-    kind = "left" if features.left or program else "right" if features.right else "dense"
+    kind = "program" if program else "left" if features.left else "right" if features.right else "dense"
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))

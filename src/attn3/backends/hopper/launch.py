@@ -173,7 +173,7 @@ def _plan(p: Problem) -> _Plan:
                 if features.right and not features.left:
                     section = max(1, L2_BYTES // (2 * (p.head_dim + features.head_dim_v) * k.shape[1])) * (p.heads // p.kv_heads)
             columns = slice(start, start + features.head_dim_v) if p.head_dim_v > WIDEST_V else None
-            values = c, inner, left or 0, right or 0, section, min(tiles, processors * tile.ctas)
+            values = c, inner, left or 0, right or 0, section, min(tiles, processors)
             kernel = compile.kernel(features, Programs(p.mask_program, p.score_program))
             parts.append(_Part(kernel, rows, tile.block_keys, columns, values))
     strides = all(t.stride(-1) == 1 and not any(s & 7 for s in t.stride()[:-1]) for t in (q, k, v))

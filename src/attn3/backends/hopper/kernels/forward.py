@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config import Features, Programs, Tile
+from attn3.backends.hopper.config import REGISTERS, Features, Programs, Tile
 from attn3.backends.hopper.parts import mask, schedule, score, softmax, walk
 from attn3.backends.hopper.parts.epilogue import store_rows
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
@@ -196,10 +196,7 @@ class ForwardKernel:
             captured_by_scores,
             mma_qk, mma_half, mma_pv, sQ_l, sO_l, sK_l, sV_l, mQ.shape[0], mK.shape[0], c, inner, left, right,
             n_tiles, m_blocks, sections, cute.FastDivmodDivisorV2(heads), heads, group,
-        ).launch(
-            grid=[ctas, 1, 1], block=[(1 + self.wgs) * WG, 1, 1], min_blocks_per_mp=self.tile.ctas,
-            preferred_smem_carveout=100 if self.tile.ctas > 1 else None, stream=stream,
-        )  # fmt: skip
+        ).launch(grid=[ctas, 1, 1], block=[(1 + self.wgs) * WG, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------------- device
     @cute.kernel
@@ -264,7 +261,7 @@ class ForwardKernel:
         ticket = cute.make_rmem_tensor(words, Int32)
         ticket[0] = t
         if wg == 0:  # ---------------------------------------------------------------------------------------- producer
-            cute.arch.setmaxregister_decrease(self.tile.registers[0])
+            cute.arch.setmaxregister_decrease(REGISTERS[self.wgs][0])
             if warp == 0:
                 seqs = Sequences(cu_q, cu_k, used_q, used_k, None, seqlen_q)
                 first, base = Int32(0), Int32(0)
@@ -334,7 +331,7 @@ class ForwardKernel:
                 pipe_k.producer_tail(ks)
                 pipe_v.producer_tail(vs)
         else:  # ---------------------------------------------------------------------------------------------- consumers
-            cute.arch.setmaxregister_increase(self.tile.registers[1])
+            cute.arch.setmaxregister_increase(REGISTERS[self.wgs][1])
             w, ctid = wg - 1, tidx % WG
             qk0, pv0 = mma_qk.get_slice(0), mma_pv.get_slice(0)
             if const_expr(self.tile.q_in_registers):
