@@ -42,7 +42,7 @@ ARCH = "sm_90a"
 SYMBOL = "attn3_kernel"
 _HERE = Path(__file__).parent
 _SOURCES = (*sorted(_HERE.glob("kernels/*.py")), *sorted(_HERE.glob("parts/*.py")), _HERE / "config.py", _HERE / "compile.py",
-            _HERE / "maps.py", _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE / "config_decode.py",
+            _HERE / "maps.py", _HERE / "turns.py", _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE / "config_decode.py",
             _HERE / "compile_decode.py", _HERE.parents[1] / "fp8.py", *sorted((_HERE.parents[1] / "masks").glob("*.py")),
             _HERE.parents[1] / "programs.py", _HERE.parents[1] / "score_math.py", _HERE.parents[1] / "scores.py")  # fmt: skip
 _kernels: dict[AnyFeatures, Callable[..., None]] = {}

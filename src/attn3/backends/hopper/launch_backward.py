@@ -46,7 +46,7 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
     section = 1
-    if features.right and not (features.left or p.packed):
+    if (deterministic or features.right and not features.left) and not p.packed:  # additions in order: heads take turns
         per_head = k.shape[1] * (p.heads // p.kv_heads * (6 * p.head_dim + 2 * p.head_dim_v) + 2 * (p.head_dim + p.head_dim_v))
         section = max(1, L2_BYTES // per_head)
     vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))

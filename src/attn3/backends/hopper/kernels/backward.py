@@ -30,6 +30,7 @@ from attn3.backends.hopper.kernels import delta
 from attn3.backends.hopper.kernels.forward import DTYPES
 from attn3.backends.hopper.parts import mask, schedule, score, walk
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
+from attn3.backends.hopper.turns import turns_before
 from attn3.masks import seeing_rows, visit_queries
 
 WG = 128  # threads of a warpgroup
@@ -38,7 +39,7 @@ ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 # named barriers of both consumer warpgroups. BAR_DS + 2 * stage + w: warpgroup w has written dS there; one id a stage, since it may
 # write the next before the other one has looked
 BAR_ALL, BAR_DS = 1, 2
-BAR_TURN, BAR_PASSED = 6, 7  # of the consumers and the turn warp
+AHEAD = 4  # tiles of queries for which it may be known that it is a CTA's turn
 
 
 def opaque(x):
@@ -103,6 +104,15 @@ class Pipes(NamedTuple):
     do: Any
 
 
+class Turn(NamedTuple):
+    """A consumer's view of an addition to dQ that has to wait for its turn."""
+
+    granted: Any  # barriers: it is
+    added: Any  # barriers: all consumer warps have added
+    passed: Any  # barriers: the next one may
+    number: Any  # of additions of the CTA before this one
+
+
 class Tile(NamedTuple):
     """128 or 64 keys of one KV head, and the tiles of queries that see them."""
 
@@ -116,6 +126,7 @@ class Tile(NamedTuple):
     end: Any
     see_begin: Any  # queries of the sequence that see any key
     see_end: Any
+    rising: Any = None  # deterministic: 1 where tiles of keys come first to last, and walk from their last tile of queries down
 
 
 class BackwardKernel:
@@ -143,7 +154,9 @@ class BackwardKernel:
         self.programs = self.listed or self.score_program is not None
         assert not (self.programs and self.used) and not (self.listed and (self.left or self.right or self.deterministic)), features
         self.rotates = tile.rotate and not (self.left or self.right or self.deterministic or self.listed)
-        self.turn_threads = 32 if self.deterministic else 0
+        self.turn_warps = 2 if self.deterministic else 0
+        # the longest tiles are the first ones: heads of the last section end with short ones
+        self.rises = self.deterministic and self.right and not (self.left or self.packed)
 
     # ------------------------------------------------------------------------------------------------------------ host
     @cute.jit
@@ -162,7 +175,7 @@ class BackwardKernel:
         stats: cute.Tensor,  # (heads, query tiles, 2 * block_queries) float32: lse in bits, then delta - dlse
         work: cute.Tensor,  # (heads * query tiles, block_queries * tile_dim) float32: dQ in accumulator order
         counter: cute.Tensor,  # (1,) int32: the next tile
-        turns: cute.Tensor | None,  # (heads, query tiles) int32: deterministic only, the key tile whose turn it is
+        turns: cute.Tensor | None,  # (heads, query tiles) int32: deterministic only, additions made
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
         used_q: cute.Tensor | None,
@@ -191,7 +204,7 @@ class BackwardKernel:
             slots = kv_heads * mQ.shape[0]
         sections = schedule.sections(slots, section, key_tiles, processors, self.right and not self.left, heads // kv_heads)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
-        delta.Preprocess(self.bm, self.bn, self.d, self.features).launch(
+        delta.Preprocess(self.bm, self.d, self.features).launch(
             mO, mdO, mLSE, mdLSE, stats, work, counter, turns, seqs, bounds, stream
         )
         if const_expr(self.packed):
@@ -272,6 +285,10 @@ class BackwardKernel:
         bars_do = smem.allocate_array(Int64, 2 * self.stages_do)
         ring = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # tiles, producer -> everybody
         steps = smem.allocate_tensor(Int32, cute.make_layout((2, self.stages_q)), 16) if const_expr(self.programs) else None
+        if const_expr(self.deterministic):
+            turn = Turn(*(smem.allocate_array(Int64, AHEAD) for _ in range(3)), None)
+        else:
+            turn = None
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.bm, self.stages_q)), 128)
         alloc = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, swizzle=l.inner)
         sK, sV, sQ, sdO = (alloc(layouts[name]) for name in ("k", "v", "q", "do"))
@@ -287,7 +304,12 @@ class BackwardKernel:
                 cute.arch.mbarrier_init(kv_empty, 8)  # one arrival per warp
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(t_full + i, 1)
-                    cute.arch.mbarrier_init(t_empty + i, 8 + self.turn_threads // 32)
+                    cute.arch.mbarrier_init(t_empty + i, 8 + self.turn_warps)
+                if const_expr(self.deterministic):
+                    for i in cutlass.range_constexpr(AHEAD):
+                        cute.arch.mbarrier_init(turn.granted + i, 1)
+                        cute.arch.mbarrier_init(turn.added + i, 8)
+                        cute.arch.mbarrier_init(turn.passed + i, 1)
         make_pipe = lambda storage, stages, nbytes: pipeline.PipelineTmaAsync.create(
             barrier_storage=storage, num_stages=stages, tx_count=nbytes,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
@@ -319,8 +341,11 @@ class BackwardKernel:
                         if const_expr(self.listed):
                             count = blocks.end
                         for j in cutlass.range(count, unroll=1):
-                            m = at.start + j
-                            m = m - count if m >= at.end else m
+                            if const_expr(self.rises):
+                                m = at.end - 1 - j if at.rising == 1 else at.begin + j
+                            else:
+                                m = at.start + j
+                                m = m - count if m >= at.end else m
                             masked = None
                             if const_expr(self.listed):
                                 m, walked = walk.step(row_of_map, walked)
@@ -369,9 +394,10 @@ class BackwardKernel:
                 pipe_q.producer_tail(qs)
                 pipe_do.producer_tail(dos)
             if const_expr(self.deterministic):
-                if warp == 1:
+                if (warp == 1) | (warp == 2):
+                    added = Int32(0)
                     while t < n_tiles:
-                        self.pass_turns(turns, self.locate(t, grid), group, tiles)
+                        added = self.see_to_turns(warp == 1, turns, turn, self.locate(t, grid), group, tiles, bounds[1], added)
                         t = self.next_tile(ring, t_full, t_empty, it)
                         it += 1
         else:  # ---------------------------------------------------------------------------------------------- consumers
@@ -382,6 +408,7 @@ class BackwardKernel:
             nxt = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_q)
             dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_do)
             S = cute.make_rmem_tensor(mma_s.partition_shape_C((64, UNIT // (1 if self.by_keys else 2))), Float32)
+            added = Int32(0)  # to dQ, by all tiles before
             while t < n_tiles:
                 at = self.locate(t, grid)
                 span, begin, end = at.span, at.begin, at.end
@@ -403,9 +430,8 @@ class BackwardKernel:
                 tile_bytes = Int64(4 * self.bm * self.d)
                 first = at.kv_head * group * tiles + span.first_tile + begin
                 out = work.iterator.toint() + Int64(first - 1) * tile_bytes + Int64(tid * 16)  # of the tile before the first one
-                if const_expr(self.rotates):
+                if const_expr(self.rotates or self.rises):
                     out += Int64(at.start - begin) * tile_bytes
-                turn = turns.iterator.toint() + Int64(first - 1) * 4 if const_expr(self.deterministic) else None
                 m, step, done = at.start, Int32(1), Int32(0)
                 if total > 0:
                     cute.arch.mbarrier_wait(kv_full, loaded & 1)
@@ -426,8 +452,11 @@ class BackwardKernel:
                     here = None
                     if const_expr(self.listed):
                         here = work.iterator.toint() + Int64(head * tiles + span.first_tile + now) * tile_bytes + Int64(tid * 16)
-                    wraps = m + 1 == end
-                    m_next = begin if wraps else m + 1
+                    if const_expr(self.rises):
+                        wraps, m_next, step_next = self.next_of_walk(m, at, tiles)
+                    else:
+                        wraps = m + 1 == end
+                        m_next = begin if wraps else m + 1
                     ahead = m
                     if i + 1 < total:  # the last one computes its own S again, for nothing
                         nxt.advance()
@@ -435,20 +464,23 @@ class BackwardKernel:
                     pipe_do.consumer_wait(dos)
                     self.clear_rows(sdO, dos.index, m, at, tid)
                     if const_expr(not self.listed):
-                        masked = (m < at.full_begin) | (m >= at.full_end)
+                        masked = m < at.full_begin
+                        if const_expr(self.left):
+                            masked |= m >= at.full_end
+                    mine = self.at_number(turn, added + i - (1 if self.by_keys else 0))
                     if const_expr(not self.by_keys):
-                        out, turn = self.advance(out, turn, step, tile_bytes, here)
+                        out = self.advance(out, step, tile_bytes, here)
                         self.unit_by_columns(
                             views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at,
-                            tid, out, turn,
+                            tid, out, mine,
                         )  # fmt: skip
                     else:  # dQ is one tile behind
                         for u in cutlass.range_constexpr(self.units):
                             self.unit_by_keys(
                                 u, views, S, masked, place, head, now * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt,
-                                dos, ahead, at, tid, i, out, turn,
+                                dos, ahead, at, tid, i, out, mine,
                             )  # fmt: skip
-                        out, turn = self.advance(out, turn, step, tile_bytes, here)
+                        out = self.advance(out, step, tile_bytes, here)
                     if const_expr(self.rotates):
                         done += 1
                         step = 1 - (end - begin) if wraps else Int32(1)
@@ -456,18 +488,16 @@ class BackwardKernel:
                             done = Int32(0)
                             step += tiles
                     else:
-                        step = tiles - (end - begin) + 1 if wraps else Int32(1)
+                        step = step_next if const_expr(self.rises) else tiles - (end - begin) + 1 if wraps else Int32(1)
                     m = m_next
                     qs.advance()
                     dos.advance()
                 if total > 0:
                     nxt.advance()
-                    if const_expr(self.by_keys):
-                        if const_expr(self.deterministic):
-                            self.turn_done()
-                        self.drain_dq(views, 1 - qs.index, w, out, turn, at)
                     if const_expr(self.deterministic):
-                        self.turn_done()
+                        added += total
+                    if const_expr(self.by_keys):
+                        self.drain_dq(views, 1 - qs.index, w, out, self.at_number(turn, added - 1))
                 if const_expr(self.tile.stage_out):  # K and V may be overwritten while dK and dV leave
                     if total > 0:
                         with cute.arch.elect_one():
@@ -483,13 +513,22 @@ class BackwardKernel:
                 it += 1
 
     @cute.jit
-    def advance(self, out, turn, step, tile_bytes, here):
+    def advance(self, out, step, tile_bytes, here):
         """To the tile ``step`` further on; under a mask program to ``here``."""
         if const_expr(self.listed):
-            return here, turn
-        if const_expr(turn is not None):
-            turn += Int64(step) * 4
-        return out + Int64(step) * tile_bytes, turn
+            return here
+        return out + Int64(step) * tile_bytes
+
+    def at_number(self, turn, number):
+        return None if turn is None else turn._replace(number=number)
+
+    @cute.jit
+    def next_of_walk(self, m, at: Tile, tiles):
+        """(was m the last tile of queries of its head, the next one, and how far on in the workspace that is)"""
+        last = at.begin + at.end - 1 - at.start
+        direction = 1 - 2 * at.rising
+        wraps = m == last
+        return wraps, at.start if wraps else m + direction, tiles + at.start - last if wraps else direction
 
     @cute.jit
     def acquire_and_tell(self, pipe, state, steps, g, m, masked):
@@ -541,7 +580,7 @@ class BackwardKernel:
     @cute.jit
     def locate(self, t, grid: Grid):
         """tile -> what to do"""
-        seqs, bounds = grid.seqs, grid.bounds
+        seqs, bounds, rising = grid.seqs, grid.bounds, Int32(0)
         if const_expr(self.packed):
             kv_head = t // grid.key_tiles
             slot = t - kv_head * grid.key_tiles
@@ -554,6 +593,9 @@ class BackwardKernel:
             n, kv_head, batch = schedule.dense_tile(t, grid.key_tiles, grid.sections, grid.kv_heads)
             if const_expr(not self.deterministic):  # the first keys are seen by the most queries
                 n = grid.key_tiles - 1 - n
+            elif const_expr(self.rises):
+                rising = Int32(1) if batch * grid.kv_heads.divisor + kv_head >= grid.sections.last else Int32(0)
+                n = grid.key_tiles - 1 - n if rising == 1 else n
             span = schedule.dense_span(seqs, batch, grid.tiles // seqs.count)
         n, kv_head = cute.arch.make_warp_uniform(n), cute.arch.make_warp_uniform(kv_head)
         blocks = visit_queries(
@@ -564,9 +606,12 @@ class BackwardKernel:
         start = begin
         if const_expr(self.rotates):
             start = begin + n * (end - begin) // grid.key_tiles
+        if const_expr(self.rises):
+            rising = cute.arch.make_warp_uniform(rising)
+            start = begin + rising * (end - begin - 1)
         return Tile(
             start, span, n, kv_head, Int32(blocks.begin), Int32(blocks.full_begin), Int32(blocks.full_end), Int32(blocks.end),
-            Int32(see_begin), Int32(see_end),
+            Int32(see_begin), Int32(see_end), rising if const_expr(self.rises) else 0,
         )  # fmt: skip
 
     def views(self, mma_s, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid):
@@ -623,8 +668,6 @@ class BackwardKernel:
             self.hide(S_mn, bits, place, first_row)
         pack(S, P16)
         issue(views.mma_v, views.dV, as_a_operand(P16), views.rdOt[None, None, None, slot_do], False)
-        if const_expr(self.deterministic and first):
-            self.turn_done()
         warpgroup.wait_group(1)  # dP; dV is still running
         self.slopes(S_mn, dP_mn, stat + self.bm, slope, c)
         pack(dP, dS16)
@@ -643,9 +686,7 @@ class BackwardKernel:
             cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * qs.index + w, number_of_threads=2 * WG)
         if const_expr(first):
             if i > 0:  # (before, dQ was of nothing)
-                if const_expr(self.deterministic):
-                    self.await_turn(turn, tile.n)
-                self.reduce_dq(dQ, out)
+                self.add_in_turn(dQ, out, turn)
         if const_expr(last):
             if const_expr(not first):
                 warpgroup.wait_group(1)  # dV
@@ -679,8 +720,6 @@ class BackwardKernel:
             self.hide(S_mn, bits, place, first_row)
         pack(S, P16)
         cute.copy(views.to_smem, views.to_smem.retile(P16), views.P_dst[None, None, None, qs.index])
-        if const_expr(self.deterministic):
-            self.turn_done()
         warpgroup.wait_group(0)  # dP
         self.slopes(S_mn, dP_mn, stat + self.bm, slope, c)
         pack(dP, dS16)
@@ -692,9 +731,7 @@ class BackwardKernel:
         issue(views.mma_v, views.dV, views.rP[None, None, None, qs.index], views.rdOt[None, None, None, 2 * dos.index + w], False)
         issue(views.mma_k, views.dK, views.rdSk[None, None, None, qs.index], views.rQt[None, None, None, 2 * qs.index + w], False)
         warpgroup.wait_group(2)  # dQ
-        if const_expr(self.deterministic):
-            self.await_turn(turn, tile.n)
-        self.reduce_dq(dQ, out)
+        self.add_in_turn(dQ, out, turn)
         pipes.q.consumer_wait(nxt)
         self.clear_rows(sQ, nxt.index, m_next, tile, tid)
         S1 = cute.make_rmem_tensor_like(S)
@@ -706,15 +743,13 @@ class BackwardKernel:
         S.store(S1.load())
 
     @cute.jit
-    def drain_dq(self, views: Views, stage, w, out, turn, tile: Tile):
+    def drain_dq(self, views: Views, stage, w, out, turn):
         """dQ of the last tile"""
         cute.arch.barrier(barrier_id=BAR_DS + 2 * stage + 1 - w, number_of_threads=2 * WG)
         dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_columns)), Float32)
         self.issue_dq(views, dQ, stage, w)
         warpgroup.wait_group(0)
-        if const_expr(self.deterministic):
-            self.await_turn(turn, tile.n)
-        self.reduce_dq(dQ, out)
+        self.add_in_turn(dQ, out, turn)
 
     @cute.jit
     def probabilities(self, S_mn, stat, c, inner):
@@ -828,44 +863,54 @@ class BackwardKernel:
             )
 
     @cute.jit
-    def await_turn(self, turn, n):
-        """Until every tile of keys behind this one has added to these queries' dQ"""
-        if cute.arch.lane_idx() == 0:
-            now = self.turn_of(turn)
-            while now != n:
-                now = self.turn_of(turn)
-        cute.arch.sync_warp()
+    def add_in_turn(self, dQ, out, turn):
+        """``reduce_dq``, where additions are ordered when it is this tile's turn"""
+        if const_expr(turn is None):
+            self.reduce_dq(dQ, out)
+        else:
+            slot, phase = self.slot_of(turn.number)
+            cute.arch.mbarrier_wait(turn.granted + slot, phase)
+            self.reduce_dq(dQ, out)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(turn.added + slot)
+
+    def slot_of(self, number):
+        """(slot, phase) of the rings of barriers of a ``Turn``"""
+        return number & (AHEAD - 1), (number >> (AHEAD.bit_length() - 1)) & 1
+
+    @cute.jit
+    def see_to_turns(self, passes, turns, turn: Turn, tile: Tile, group, tiles, right, added):
+        """What the two turn warps do for a tile of keys: one waits until it is its turn with each tile of queries and tells the
+        consumers, ahead of them; one (``passes``) waits until they have added and tells the others. No consumer waits for memory.
+        """
+        m, total = tile.start, group * (tile.end - tile.begin)
+        place = turns.iterator.toint() + Int64(tile.kv_head * group * tiles + tile.span.first_tile + m) * 4
+        for _i in cutlass.range(total, unroll=1):
+            before = turns_before(
+                tile.n, m, tile.rising, self.bn, self.bm, tile.span.query_length, tile.span.key_length, right, cutlass.min
+            )
+            slot, phase = self.slot_of(added)
+            if passes:
+                cute.arch.mbarrier_wait(turn.added + slot, phase)
+                with cute.arch.elect_one():
+                    cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[place, before + 1])
+                    cute.arch.mbarrier_arrive(turn.passed + slot)
+            else:
+                cute.arch.mbarrier_wait(turn.passed + slot, phase ^ 1)
+                with cute.arch.elect_one():
+                    now = self.turn_of(place)
+                    while now != before:
+                        now = self.turn_of(place)
+                    cute.arch.mbarrier_arrive(turn.granted + slot)
+            _wraps, m, step = self.next_of_walk(m, tile, tiles)
+            place += Int64(step) * 4
+            added += 1
+        return added
 
     @cute.jit
     def turn_of(self, turn):
         return cute.arch.inline_ptx("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn])
-
-    @cute.jit
-    def turn_done(self):
-        """What this thread has added to dQ so far may be passed on."""
-        cute.arch.barrier(barrier_id=BAR_PASSED, number_of_threads=2 * WG + 32)
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier_arrive(barrier_id=BAR_TURN, number_of_threads=2 * WG + 32)
-
-    @cute.jit
-    def pass_turns(self, turns, tile: Tile, group, tiles):
-        """The turn warp: passes each tile of queries on when the consumers say that they have added to its dQ, ``behind`` tiles
-        later than they have begun with it.
-        """
-        behind = 2 if self.by_keys else 1
-        begin, end = tile.begin, tile.end
-        turn, m = turns.iterator.toint() + Int64(tile.kv_head * group * tiles + tile.span.first_tile + begin) * 4, begin
-        total = group * (end - begin)
-        signals = total + behind if total > 0 else Int32(0)
-        for i in cutlass.range(signals, unroll=1):
-            cute.arch.barrier_arrive(barrier_id=BAR_PASSED, number_of_threads=2 * WG + 32)
-            cute.arch.barrier(barrier_id=BAR_TURN, number_of_threads=2 * WG + 32)
-            if i >= behind:
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[turn, tile.n - 1])
-                wraps = m + 1 == end
-                turn += Int64(tiles - (end - begin) + 1 if wraps else Int32(1)) * 4
-                m = begin if wraps else m + 1
 
     # -------------------------------------------------------------------------------------------------------------- memory
     @cute.jit

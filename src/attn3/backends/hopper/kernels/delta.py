@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 from attn3.backends.hopper.config import BackwardFeatures
 from attn3.backends.hopper.kernels.forward import DTYPES
 from attn3.backends.hopper.parts import schedule
-from attn3.masks import seeing_rows, visit_queries
+from attn3.masks import seeing_rows
 
 THREADS = 256
 INF = float("inf")
@@ -47,9 +47,9 @@ class _Ends:
 class Preprocess(_Ends):
     """For each query: lse in bits (inf where there is none) and delta = rowsum(dO * O) - dlse. Zeroes dQ's workspace."""
 
-    def __init__(self, block_rows: int, block_keys: int, tile_dim: int, features: BackwardFeatures):
+    def __init__(self, block_rows: int, tile_dim: int, features: BackwardFeatures):
         super().__init__(features, block_rows)
-        self.bn, self.d = block_keys, tile_dim
+        self.d = tile_dim
         self.chunks = features.head_dim_v // 8
         self.lanes = max(1 << (self.chunks - 1).bit_length(), THREADS // block_rows)  # of a row
 
@@ -77,19 +77,9 @@ class Preprocess(_Ends):
             cute.autovec_copy(zero, cute.local_tile(place, (4,), (i * THREADS + tid,)))
         span, m = self.span(seqs, tile, tiles)
         see_begin, see_end = seeing_rows(span.query_length, span.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max)
-        if const_expr(turns is not None):  # the last tile of keys that these queries see goes first
+        if const_expr(turns is not None):
             if tid == 0:
-                n = (span.key_length + self.bn - 1) // self.bn - 1
-                searching = n > 0
-                while searching:
-                    blocks = visit_queries(
-                        n * self.bn, self.bn, self.bm, span.query_length, span.key_length, bounds[0], bounds[1], cutlass.min,
-                        cutlass.max,
-                    )  # fmt: skip
-                    searching = (n > 0) & (blocks.begin > m)
-                    if searching:
-                        n = n - 1
-                turns[head, tile] = n
+                turns[head, tile] = 0
         gO, gdO = self.head_of(mO, span, head), self.head_of(mdO, span, head)
         passes = self.bm * self.lanes // THREADS
         o = cute.make_rmem_tensor((8, passes), self.dtype)
