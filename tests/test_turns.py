@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from attn3.backends.hopper.turns import turns_before
-from attn3.masks import visit_queries
+from attn3.backends.hopper.turns import adding, turns_before
+from attn3.masks import seeing_rows, visit_queries
 
 SHAPES = [(128, 64), (128, 128), (64, 64)]  # keys and queries of a tile
 LENGTHS = [(1, 1), (64, 700), (700, 64), (513, 513), (1000, 777), (777, 1000)]
@@ -45,13 +45,20 @@ def test_every_tile_adds_once_and_in_the_order_of_tickets(shape, lengths, bounds
         for m in walk(blocks, rising):
             assert (slot, n, m) not in seen
             seen.add((slot, n, m))
-            before = turns_before(n, m, rising, keys, block, query_length, key_length, right)
+            first, last = adding(m, keys, block, query_length, key_length, left, right)
+            before = turns_before(n, rising, first, last)
             # all tiles that were handed out before have added, and nobody else: there is no wait for a later ticket
             assert before == added.get((slot, m), 0)
             added[slot, m] = before + 1
     for n in range(tiles):
         blocks = visit_queries(n * keys, keys, block, query_length, key_length, left, right)
         assert all((slot, n, m) in seen for slot, m in itertools.product(range(7), range(blocks.begin, blocks.end)))
+    see_begin, see_end = seeing_rows(query_length, key_length, left, right)
+    for m in range(-(-query_length // block)):
+        first, last = adding(m, keys, block, query_length, key_length, left, right)
+        complete = all(added.get((slot, m), 0) == last - first + 1 for slot in range(7))
+        # tiles of queries that no tile of keys adds to are zeroed by the kernel in front, which looks for rows that see any
+        assert complete or (m * block >= see_end or (m + 1) * block <= see_begin) and (0, m) not in added
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 5, 132])
@@ -69,7 +76,7 @@ def test_any_number_of_ctas_comes_to_an_end(ctas: int, causal: bool) -> None:
             (n, slot, rising), step = cta
             blocks = visit_queries(n * 128, 128, 128 // ratio, length, length, None, right)
             m = walk(blocks, rising)[step]
-            before = turns_before(n, m, rising, 128, 128 // ratio, length, length, right)
+            before = turns_before(n, rising, *adding(m, 128, 128 // ratio, length, length, None, right))
             if added.get((slot, m), 0) == before:
                 added[slot, m], moved = before + 1, True
                 cta[1] += 1

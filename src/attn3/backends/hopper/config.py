@@ -163,6 +163,16 @@ class BackwardTile:
     stages_do: int
     rotate: bool  # without a mask, each tile of keys begins with other queries, so that fewer add to the same dQ at a time
     stage_out: bool  # dK and dV leave through a buffer of their own, while the next tile's K and V arrive
+    finish: bool  # additions to dQ come in order; the first one stores and the last one rounds: nothing to zero or round
+
+    def finishes(self, features: BackwardFeatures) -> bool:
+        """Does the kernel write dQ itself? (Not where another order of tiles is needed, or columns are cut off.)"""
+        programs = features.mask is not None or features.scores is not None
+        return self.finish and not features.packed and not programs and features.head_dim in (64, 128, 256)
+
+    def orders(self, features: BackwardFeatures) -> bool:
+        """Do additions to dQ come in order?"""
+        return features.deterministic or self.finishes(features)
 
     @property
     def block_keys(self) -> int:

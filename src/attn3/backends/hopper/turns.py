@@ -16,22 +16,27 @@ Without a mask all tiles of a head begin with the same tile of queries, too, and
 from typing import Any, Callable
 
 
-def turns_before(
-    n: Any,
+def adding(
     m: Any,
-    rising: Any,
     keys: int,
     block: int,
     query_length: Any,
     key_length: Any,
+    left: Any,
     right: Any,
     minimum: Callable[..., Any] = min,
-) -> Any:
-    """How many tiles of ``keys`` keys add to dQ of tile ``m`` of ``block`` queries before tile ``n``, which sees it.
-
-    rising: 1 where tiles of keys come first to last, which needs that the first one is seen by all (no left bound); else 0.
-    """
-    last = (key_length + keys - 1) // keys - 1
+    maximum: Callable[..., Any] = max,
+) -> tuple[Any, Any]:
+    """The first and the last tile of ``keys`` keys that tile ``m`` of ``block`` queries sees, if it sees any."""
+    offset = key_length - query_length
+    first, last = 0, (key_length + keys - 1) // keys - 1
+    if left is not None:
+        first = maximum(m * block + offset - left, 0) // keys
     if right is not None:
-        last = minimum(last, ((m + 1) * block - 1 + key_length - query_length + right) // keys)
-    return rising * n + (1 - rising) * (last - n)
+        last = minimum(last, ((m + 1) * block - 1 + offset + right) // keys)
+    return first, last
+
+
+def turns_before(n: Any, rising: Any, first: Any, last: Any) -> Any:
+    """How many of tiles ``first`` … ``last`` of keys add before tile n does; rising: 1 or 0, see above"""
+    return rising * (n - first) + (1 - rising) * (last - n)

@@ -28,9 +28,9 @@ from cutlass.tensor_utils import LayoutEnum
 from attn3.backends.hopper.config import BackwardFeatures, BackwardTile, Programs
 from attn3.backends.hopper.kernels import delta
 from attn3.backends.hopper.kernels.forward import DTYPES
-from attn3.backends.hopper.parts import mask, schedule, score, walk
+from attn3.backends.hopper.parts import epilogue, mask, schedule, score, walk
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
-from attn3.backends.hopper.turns import turns_before
+from attn3.backends.hopper.turns import adding, turns_before
 from attn3.masks import seeing_rows, visit_queries
 
 WG = 128  # threads of a warpgroup
@@ -39,7 +39,9 @@ ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 # named barriers of both consumer warpgroups. BAR_DS + 2 * stage + w: warpgroup w has written dS there; one id a stage, since it may
 # write the next before the other one has looked
 BAR_ALL, BAR_DS = 1, 2
+NO_TILE = -1
 AHEAD = 4  # tiles of queries for which it may be known that it is a CTA's turn
+FIRST, LAST = 1, 2  # of the additions to dQ of a tile of queries
 
 
 def opaque(x):
@@ -110,6 +112,7 @@ class Turn(NamedTuple):
     granted: Any  # barriers: it is
     added: Any  # barriers: all consumer warps have added
     passed: Any  # barriers: the next one may
+    notes: Any  # if the first one stores and the last one rounds: (FIRST + LAST, tile of queries, head, batch) of each
     number: Any  # of additions of the CTA before this one
 
 
@@ -153,10 +156,11 @@ class BackwardKernel:
         self.deterministic = features.deterministic
         self.programs = self.listed or self.score_program is not None
         assert not (self.programs and self.used) and not (self.listed and (self.left or self.right or self.deterministic)), features
-        self.rotates = tile.rotate and not (self.left or self.right or self.deterministic or self.listed)
-        self.turn_warps = 2 if self.deterministic else 0
+        self.finishes, self.ordered = tile.finishes(features), tile.orders(features)
+        self.rotates = tile.rotate and not (self.left or self.right or self.ordered or self.listed)
+        self.turn_warps = 2 if self.ordered else 0
         # the longest tiles are the first ones: heads of the last section end with short ones
-        self.rises = self.deterministic and self.right and not (self.left or self.packed)
+        self.rises = self.ordered and self.right and not (self.left or self.packed)
 
     # ------------------------------------------------------------------------------------------------------------ host
     @cute.jit
@@ -175,7 +179,7 @@ class BackwardKernel:
         stats: cute.Tensor,  # (heads, query tiles, 2 * block_queries) float32: lse in bits, then delta - dlse
         work: cute.Tensor,  # (heads * query tiles, block_queries * tile_dim) float32: dQ in accumulator order
         counter: cute.Tensor,  # (1,) int32: the next tile
-        turns: cute.Tensor | None,  # (heads, query tiles) int32: deterministic only, additions made
+        turns: cute.Tensor | None,  # (heads, query tiles) int32: where additions come in order, how many were made
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
         used_q: cute.Tensor | None,
@@ -204,8 +208,8 @@ class BackwardKernel:
             slots = kv_heads * mQ.shape[0]
         sections = schedule.sections(slots, section, key_tiles, processors, self.right and not self.left, heads // kv_heads)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
-        delta.Preprocess(self.bm, self.d, self.features).launch(
-            mO, mdO, mLSE, mdLSE, stats, work, counter, turns, seqs, bounds, stream
+        delta.Preprocess(self.bm, self.d, self.features, self.finishes).launch(
+            mO, mdO, mLSE, mdLSE, mdQ, stats, work, counter, turns, seqs, bounds, stream
         )
         if const_expr(self.packed):
             order = [0, 2, 1]
@@ -229,14 +233,16 @@ class BackwardKernel:
         tma_k, gK = tma(gK, layouts["k"], self.d)
         tma_v, gV = tma(gV, layouts["v"], self.dv)
         self.main(
-            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
+            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, mdQ, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
             captured, captured_by_scores, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles, slots,
             cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
         )  # fmt: skip
-        delta.Postprocess(self.bm, self.d, self.dq_columns, self.features).launch(work, mdQ, stats.shape[1], seqs, scale, stream)
+        if const_expr(not self.finishes):
+            post = delta.Postprocess(self.bm, self.d, self.dq_columns, self.features)
+            post.launch(work, mdQ, stats.shape[1], seqs, scale, stream)
 
     def layouts(self):
         """Shared-memory layouts by name; those that end in _t are the same bytes with the other mode contiguous."""
@@ -263,8 +269,8 @@ class BackwardKernel:
     def main(
         self,
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_do: cute.CopyAtom, gdO: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
-        tma_v: cute.CopyAtom, gV: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, stats: cute.Tensor, work: cute.Tensor,
-        counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
+        tma_v: cute.CopyAtom, gV: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, stats: cute.Tensor,
+        work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
         captured: tuple | None, captured_by_scores: tuple | None,
         mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
         c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, sections: schedule.Sections,
@@ -275,7 +281,6 @@ class BackwardKernel:
         wg = cute.arch.make_warp_uniform(tidx // WG)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
         grid = Grid(seqs, key_tiles, slots, sections, kv_heads_div, group, tiles, bounds)
-        n_tiles = key_tiles * slots
 
         layouts = self.layouts()
         smem = cutlass.memory.SmemAllocator()
@@ -285,8 +290,9 @@ class BackwardKernel:
         bars_do = smem.allocate_array(Int64, 2 * self.stages_do)
         ring = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # tiles, producer -> everybody
         steps = smem.allocate_tensor(Int32, cute.make_layout((2, self.stages_q)), 16) if const_expr(self.programs) else None
-        if const_expr(self.deterministic):
-            turn = Turn(*(smem.allocate_array(Int64, AHEAD) for _ in range(3)), None)
+        if const_expr(self.ordered):
+            notes = smem.allocate_tensor(Int32, cute.make_layout((4, AHEAD)), 16) if const_expr(self.finishes) else None
+            turn = Turn(*(smem.allocate_array(Int64, AHEAD) for _ in range(3)), notes, None)
         else:
             turn = None
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.bm, self.stages_q)), 128)
@@ -305,7 +311,7 @@ class BackwardKernel:
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(t_full + i, 1)
                     cute.arch.mbarrier_init(t_empty + i, 8 + self.turn_warps)
-                if const_expr(self.deterministic):
+                if const_expr(self.ordered):
                     for i in cutlass.range_constexpr(AHEAD):
                         cute.arch.mbarrier_init(turn.granted + i, 1)
                         cute.arch.mbarrier_init(turn.added + i, 8)
@@ -329,7 +335,7 @@ class BackwardKernel:
                 bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 qs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_q)
                 dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_do)
-                while t < n_tiles:
+                while t >= 0:
                     at = self.locate(t, grid)
                     span, count = at.span, at.end - at.begin
                     taken = Int32(0) if const_expr(self.listed) else None
@@ -386,6 +392,7 @@ class BackwardKernel:
                     if cute.arch.lane_idx() == 0:
                         nxt = gdim + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
                     t = cute.arch.shuffle_sync(nxt, 0)
+                    t = t if t < key_tiles * slots else Int32(NO_TILE)
                     cute.arch.mbarrier_wait(t_empty + (it & 1), ((it >> 1) & 1) ^ 1)
                     with cute.arch.elect_one():
                         ring[it & 1] = t
@@ -393,11 +400,11 @@ class BackwardKernel:
                     it += 1
                 pipe_q.producer_tail(qs)
                 pipe_do.producer_tail(dos)
-            if const_expr(self.deterministic):
+            if const_expr(self.ordered):
                 if (warp == 1) | (warp == 2):
                     added = Int32(0)
-                    while t < n_tiles:
-                        added = self.see_to_turns(warp == 1, turns, turn, self.locate(t, grid), group, tiles, bounds[1], added)
+                    while t >= 0:
+                        added = self.see_to_turns(warp == 1, turns, turn, self.locate(t, grid), group, tiles, bounds, added)
                         t = self.next_tile(ring, t_full, t_empty, it)
                         it += 1
         else:  # ---------------------------------------------------------------------------------------------- consumers
@@ -409,7 +416,7 @@ class BackwardKernel:
             dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_do)
             S = cute.make_rmem_tensor(mma_s.partition_shape_C((64, UNIT // (1 if self.by_keys else 2))), Float32)
             added = Int32(0)  # to dQ, by all tiles before
-            while t < n_tiles:
+            while t >= 0:
                 at = self.locate(t, grid)
                 span, begin, end = at.span, at.begin, at.end
                 key = at.n * self.bn + row
@@ -472,13 +479,13 @@ class BackwardKernel:
                         out = self.advance(out, step, tile_bytes, here)
                         self.unit_by_columns(
                             views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at,
-                            tid, out, mine,
+                            tid, out, mine, scale, mdQ,
                         )  # fmt: skip
                     else:  # dQ is one tile behind
                         for u in cutlass.range_constexpr(self.units):
                             self.unit_by_keys(
                                 u, views, S, masked, place, head, now * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt,
-                                dos, ahead, at, tid, i, out, mine,
+                                dos, ahead, at, tid, i, out, mine, scale, mdQ,
                             )  # fmt: skip
                         out = self.advance(out, step, tile_bytes, here)
                     if const_expr(self.rotates):
@@ -494,10 +501,10 @@ class BackwardKernel:
                     dos.advance()
                 if total > 0:
                     nxt.advance()
-                    if const_expr(self.deterministic):
+                    if const_expr(self.ordered):
                         added += total
                     if const_expr(self.by_keys):
-                        self.drain_dq(views, 1 - qs.index, w, out, self.at_number(turn, added - 1))
+                        self.drain_dq(views, 1 - qs.index, w, out, self.at_number(turn, added - 1), scale, mdQ)
                 if const_expr(self.tile.stage_out):  # K and V may be overwritten while dK and dV leave
                     if total > 0:
                         with cute.arch.elect_one():
@@ -591,7 +598,7 @@ class BackwardKernel:
             n = slot - (span.first_key // self.bn + b)
         else:
             n, kv_head, batch = schedule.dense_tile(t, grid.key_tiles, grid.sections, grid.kv_heads)
-            if const_expr(not self.deterministic):  # the first keys are seen by the most queries
+            if const_expr(not self.ordered):  # the first keys are seen by the most queries
                 n = grid.key_tiles - 1 - n
             elif const_expr(self.rises):
                 rising = Int32(1) if batch * grid.kv_heads.divisor + kv_head >= grid.sections.last else Int32(0)
@@ -649,7 +656,7 @@ class BackwardKernel:
     @cute.jit
     def unit_by_keys(
         self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes,
-        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn,
+        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn, scale, mdQ,
     ):  # fmt: skip
         """64 queries: their S' is in registers on entry, that of the next 64 on exit. dQ is one tile behind, so that nobody waits
         for the other warpgroup's dS.
@@ -686,7 +693,7 @@ class BackwardKernel:
             cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * qs.index + w, number_of_threads=2 * WG)
         if const_expr(first):
             if i > 0:  # (before, dQ was of nothing)
-                self.add_in_turn(dQ, out, turn)
+                self.add_in_turn(dQ, out, turn, scale, mdQ)
         if const_expr(last):
             if const_expr(not first):
                 warpgroup.wait_group(1)  # dV
@@ -705,7 +712,7 @@ class BackwardKernel:
     @cute.jit
     def unit_by_columns(
         self, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt, dos, m_next,
-        tile: Tile, tid, out, turn,
+        tile: Tile, tid, out, turn, scale, mdQ,
     ):  # fmt: skip
         """The same; each warpgroup needs what the other one has computed of P and dS."""
         dP = cute.make_rmem_tensor_like(S)
@@ -731,7 +738,7 @@ class BackwardKernel:
         issue(views.mma_v, views.dV, views.rP[None, None, None, qs.index], views.rdOt[None, None, None, 2 * dos.index + w], False)
         issue(views.mma_k, views.dK, views.rdSk[None, None, None, qs.index], views.rQt[None, None, None, 2 * qs.index + w], False)
         warpgroup.wait_group(2)  # dQ
-        self.add_in_turn(dQ, out, turn)
+        self.add_in_turn(dQ, out, turn, scale, mdQ)
         pipes.q.consumer_wait(nxt)
         self.clear_rows(sQ, nxt.index, m_next, tile, tid)
         S1 = cute.make_rmem_tensor_like(S)
@@ -743,13 +750,13 @@ class BackwardKernel:
         S.store(S1.load())
 
     @cute.jit
-    def drain_dq(self, views: Views, stage, w, out, turn):
+    def drain_dq(self, views: Views, stage, w, out, turn, scale, mdQ):
         """dQ of the last tile"""
         cute.arch.barrier(barrier_id=BAR_DS + 2 * stage + 1 - w, number_of_threads=2 * WG)
         dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_columns)), Float32)
         self.issue_dq(views, dQ, stage, w)
         warpgroup.wait_group(0)
-        self.add_in_turn(dQ, out, turn)
+        self.add_in_turn(dQ, out, turn, scale, mdQ)
 
     @cute.jit
     def probabilities(self, S_mn, stat, c, inner):
@@ -863,33 +870,80 @@ class BackwardKernel:
             )
 
     @cute.jit
-    def add_in_turn(self, dQ, out, turn):
+    def add_in_turn(self, dQ, out, turn, scale, mdQ):
         """``reduce_dq``, where additions are ordered when it is this tile's turn"""
         if const_expr(turn is None):
             self.reduce_dq(dQ, out)
         else:
             slot, phase = self.slot_of(turn.number)
             cute.arch.mbarrier_wait(turn.granted + slot, phase)
-            self.reduce_dq(dQ, out)
+            if const_expr(self.finishes):
+                what = cute.arch.make_warp_uniform(turn.notes[0, slot])
+                if what >= LAST:
+                    if what == LAST:
+                        self.read_dq(dQ, out)
+                    self.round_dq(dQ, turn.notes, slot, scale, mdQ)
+                elif what == FIRST:
+                    self.store_dq(dQ, out)
+                else:
+                    self.reduce_dq(dQ, out)
+            else:
+                self.reduce_dq(dQ, out)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(turn.added + slot)
+
+    @cute.jit
+    def store_dq(self, dQ, out):
+        for i in cutlass.range_constexpr(cute.size(dQ) // 4):
+            cute.arch.inline_ptx(
+                "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[out + i * 4096, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]],
+            )
+
+    @cute.jit
+    def read_dq(self, dQ, out):
+        """Adds what is in the workspace. It is in L2: others have put it there."""
+        got = cute.make_rmem_tensor(32, Float32)
+        for first in cutlass.range_constexpr(0, cute.size(dQ), 32):  # no more loads at once than there are registers
+            for i in cutlass.range_constexpr(8):
+                got[4 * i], got[4 * i + 1], got[4 * i + 2], got[4 * i + 3] = cute.arch.inline_ptx(
+                    "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                    write_only_types=[Float32] * 4, read_only_args=[out + (first // 4 + i) * 4096],
+                )  # fmt: skip
+            for i in cutlass.range_constexpr(32):
+                dQ[first + i] = dQ[first + i] + got[i]
+
+    @cute.jit
+    def round_dq(self, dQ, notes, slot, scale, mdQ):
+        """Writes this thread's part of dQ where it belongs."""
+        thread = cute.arch.thread_idx()[0]
+        rounded = cute.make_rmem_tensor_like(dQ, self.dtype)
+        for i in cutlass.range_constexpr(cute.size(dQ)):
+            dQ[i] = dQ[i] * scale
+        pack(dQ, rounded)
+        row, column = thread % WG // 32 * 16 + thread % 32 // 4, Int32(0)
+        if const_expr(self.dq_by_rows):
+            row = row + (thread // WG - 1) * 64
+        else:
+            column = (thread // WG - 1) * self.dq_columns
+        gdQ = cute.domain_offset((0, column), mdQ[notes[3, slot], None, notes[2, slot], None])
+        epilogue.store_rows(gdQ, rounded, notes[1, slot] * self.bm + row, mdQ.shape[1], self.dq_columns)
 
     def slot_of(self, number):
         """(slot, phase) of the rings of barriers of a ``Turn``"""
         return number & (AHEAD - 1), (number >> (AHEAD.bit_length() - 1)) & 1
 
     @cute.jit
-    def see_to_turns(self, passes, turns, turn: Turn, tile: Tile, group, tiles, right, added):
+    def see_to_turns(self, passes, turns, turn: Turn, tile: Tile, group, tiles, bounds, added):
         """What the two turn warps do for a tile of keys: one waits until it is its turn with each tile of queries and tells the
         consumers, ahead of them; one (``passes``) waits until they have added and tells the others. No consumer waits for memory.
         """
-        m, total = tile.start, group * (tile.end - tile.begin)
+        m, total, span, head = tile.start, group * (tile.end - tile.begin), tile.span, tile.kv_head * group
         place = turns.iterator.toint() + Int64(tile.kv_head * group * tiles + tile.span.first_tile + m) * 4
         for _i in cutlass.range(total, unroll=1):
-            before = turns_before(
-                tile.n, m, tile.rising, self.bn, self.bm, tile.span.query_length, tile.span.key_length, right, cutlass.min
-            )
+            first, last = adding(m, self.bn, self.bm, span.query_length, span.key_length, *bounds, cutlass.min, cutlass.max)
+            before = turns_before(tile.n, tile.rising, first, last)
             slot, phase = self.slot_of(added)
             if passes:
                 cute.arch.mbarrier_wait(turn.added + slot, phase)
@@ -902,8 +956,12 @@ class BackwardKernel:
                     now = self.turn_of(place)
                     while now != before:
                         now = self.turn_of(place)
+                    if const_expr(self.finishes):
+                        turn.notes[0, slot] = (FIRST if before == 0 else 0) + (LAST if before == last - first else 0)
+                        turn.notes[1, slot], turn.notes[2, slot], turn.notes[3, slot] = m, head, span.batch
                     cute.arch.mbarrier_arrive(turn.granted + slot)
-            _wraps, m, step = self.next_of_walk(m, tile, tiles)
+            wraps, m, step = self.next_of_walk(m, tile, tiles)
+            head += 1 if wraps else 0
             place += Int64(step) * 4
             added += 1
         return added
