@@ -128,7 +128,9 @@ def programs_of(features: Features | BackwardFeatures | Fp8Features) -> Programs
     return Programs(mask and lower_mask(masks[mask](), sizes), score and lower_score(scores[score], sizes))
 
 
-def compile_and_read(features: Features | BackwardFeatures | Fp8Features | DecodeFeatures, row: BackwardRow | None = None) -> sass.Sass:
+def compile_and_read(
+    features: Features | BackwardFeatures | Fp8Features | DecodeFeatures, row: BackwardRow | None = None
+) -> sass.Sass:
     from attn3.backends.hopper import compile
 
     with tempfile.TemporaryDirectory() as folder:

@@ -116,7 +116,6 @@ class Preprocess(_Ends):
                 stats[head, tile, r] = bits
                 stats[head, tile, self.bm + r] = dot
 
-
     @cute.jit
     def zero_dq(self, gdQ, m, rows, tid):
         zero, chunks = cute.make_rmem_tensor(8, self.dtype), self.features.head_dim // 8
@@ -135,9 +134,7 @@ class Postprocess(_Ends):
     @cute.jit
     def launch(self, work, mdQ, tiles, seqs: schedule.Spans, scale, stream):
         heads = mdQ.shape[1 if self.packed else 2]
-        self.kernel(work, mdQ, seqs, scale).launch(
-            grid=[tiles, heads, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream
-        )
+        self.kernel(work, mdQ, seqs, scale).launch(grid=[tiles, heads, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream)
 
     @cute.kernel
     def kernel(self, work: cute.Tensor, mdQ: cute.Tensor, seqs: schedule.Spans, scale: Float32):
