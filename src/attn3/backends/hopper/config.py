@@ -163,6 +163,7 @@ class BackwardTile:
     stages_do: int
     rotate: bool  # without a mask, each tile of keys begins with other queries, so that fewer add to the same dQ at a time
     stage_out: bool  # dK and dV leave through a buffer of their own, while the next tile's K and V arrive
+    bulk_out: bool  # and by TMA, while the consumers go on (stage_out with shares = "keys"; not in packed batches, whose ends it ignores)
     finish: bool  # additions to dQ come in order; the first one stores and the last one rounds: nothing to zero or round
 
     def finishes(self, features: BackwardFeatures) -> bool:

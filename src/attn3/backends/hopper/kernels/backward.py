@@ -39,6 +39,7 @@ ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 # named barriers of both consumer warpgroups. BAR_DS + 2 * stage + w: warpgroup w has written dS there; one id a stage, since it may
 # write the next before the other one has looked
 BAR_ALL, BAR_DS = 1, 2
+BAR_WG = 6  # + w: of warpgroup w alone
 NO_TILE = -1
 AHEAD = 4  # tiles of queries for which it may be known that it is a CTA's turn
 FIRST, LAST = 1, 2  # of the additions to dQ of a tile of queries
@@ -101,6 +102,15 @@ class Grid(NamedTuple):
     bounds: Any
 
 
+class Gradient(NamedTuple):
+    """dK or dV on its way out."""
+
+    mX: Any
+    tma: Any  # None where threads copy
+    gX: Any
+    s: Any = None
+
+
 class Pipes(NamedTuple):
     q: Any
     do: Any
@@ -148,6 +158,7 @@ class BackwardKernel:
         self.bm = tile.block_queries
         self.stages_q, self.stages_do = tile.stages_q, tile.stages_do
         self.left, self.right, self.packed = features.left, features.right, features.packed
+        self.bulk_out = tile.bulk_out and tile.stage_out and self.by_keys and not features.packed
         self.used = features.packed or features.seqused_q or features.seqused_k
         self.scrub = self.used or self.left or self.right
         # columns of a warpgroup in dQ's accumulator: half of them, or all for every other unit
@@ -232,8 +243,13 @@ class BackwardKernel:
         tma_do, gdO = tma(gdO, layouts["do"], self.dv)
         tma_k, gK = tma(gK, layouts["k"], self.d)
         tma_v, gV = tma(gV, layouts["v"], self.dv)
+        out_k, out_v = Gradient(view(mdK), None, None), Gradient(view(mdV), None, None)
+        if const_expr(self.bulk_out):
+            bulk = cpasync.CopyBulkTensorTileS2GOp()
+            out_k = Gradient(view(mdK), *cpasync.make_tiled_tma_atom(bulk, view(mdK), layouts["k"], (64, self.d)))
+            out_v = Gradient(view(mdV), *cpasync.make_tiled_tma_atom(bulk, view(mdV), layouts["v"], (64, self.dv)))
         self.main(
-            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, mdQ, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
+            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, mdQ, out_k, out_v, stats, work, counter, turns, seqs, block_map,
             captured, captured_by_scores, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles, slots,
             cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
@@ -269,7 +285,7 @@ class BackwardKernel:
     def main(
         self,
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_do: cute.CopyAtom, gdO: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
-        tma_v: cute.CopyAtom, gV: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, stats: cute.Tensor,
+        tma_v: cute.CopyAtom, gV: cute.Tensor, mdQ: cute.Tensor, out_k: Gradient, out_v: Gradient, stats: cute.Tensor,
         work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
         captured: tuple | None, captured_by_scores: tuple | None,
         mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
@@ -509,7 +525,7 @@ class BackwardKernel:
                     if total > 0:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(kv_empty)
-                self.finish(views, scale, sdK, sdV, mdK, mdV, at, w, tid)
+                self.finish(views, scale, out_k._replace(s=sdK), out_v._replace(s=sdV), at, w, warp, tid)
                 if const_expr(not self.tile.stage_out):
                     cute.arch.fence_proxy("async.shared", space="cta")
                     if total > 0:
@@ -518,6 +534,8 @@ class BackwardKernel:
                             cute.arch.mbarrier_arrive(kv_empty)
                 t = self.next_tile(ring, t_full, t_empty, it)
                 it += 1
+            if const_expr(self.bulk_out):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def advance(self, out, step, tile_bytes, here):
@@ -1017,15 +1035,33 @@ class BackwardKernel:
             cute.autovec_copy(zero, cute.local_tile(s, (1, 8, 1), (i, tid % chunks, slot))[0, None, 0])
 
     @cute.jit
-    def finish(self, views: Views, scale, sdK, sdV, mdK, mdV, tile: Tile, w, tid):
-        """dK and dV: registers -> shared memory -> global, 16 bytes at a time"""
-        cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
+    def finish(self, views: Views, scale, out_k: Gradient, out_v: Gradient, tile: Tile, w, warp, tid):
+        """dK and dV: registers -> shared memory -> global, by TMA or 16 bytes at a time"""
+        if const_expr(self.bulk_out):  # a warpgroup's own 64 keys, while it goes on
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last ones have left (of the warps that sent them)
+            cute.arch.barrier(barrier_id=BAR_WG + w, number_of_threads=WG)
+        else:
+            cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
         tid = opaque(tid)
-        self.stage_out(views.mma_v, views.dV, Float32(1.0), sdV, self.dv, w, tid)
-        self.stage_out(views.mma_k, views.dK, scale, sdK, self.d, w, tid)
-        cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
-        self.copy_out(sdV, mdV, self.features.head_dim_v, tile, tid)
-        self.copy_out(sdK, mdK, self.features.head_dim, tile, tid)
+        self.stage_out(views.mma_v, views.dV, Float32(1.0), out_v.s, self.dv, w, tid)
+        self.stage_out(views.mma_k, views.dK, scale, out_k.s, self.d, w, tid)
+        if const_expr(self.bulk_out):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=BAR_WG + w, number_of_threads=WG)
+            if warp % 4 == 0:
+                self.bulk_copy_out(out_v, self.dv, tile, w)
+                self.bulk_copy_out(out_k, self.d, tile, w)
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
+            self.copy_out(out_v.s, out_v.mX, self.features.head_dim_v, tile, tid)
+            self.copy_out(out_k.s, out_k.mX, self.features.head_dim, tile, tid)
+
+    @cute.jit
+    def bulk_copy_out(self, out: Gradient, width: cutlass.Constexpr, tile: Tile, w):
+        """TMA clips what lies behind the last key"""
+        smem, gmem = self.rows_of(out.tma, out.s, out.gX, tile.n * self.bn + w * 64, tile.kv_head, tile.span.batch, width)
+        cute.copy(out.tma, smem[None, w], gmem[None, 0])
 
     @cute.jit
     def stage_out(self, mma, acc, factor, s, width: cutlass.Constexpr, w, tid):
