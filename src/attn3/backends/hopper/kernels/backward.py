@@ -23,6 +23,7 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.tensor_utils import LayoutEnum
 
 from attn3.backends.hopper.config import BackwardFeatures, BackwardTile, Programs
@@ -54,6 +55,7 @@ class Views(NamedTuple):
     """A consumer's operands. Shared-memory ones are indexed by slot in their last mode."""
 
     mma_s: Any
+    mma_p: Any
     mma_v: Any
     mma_k: Any
     mma_q: Any
@@ -72,6 +74,7 @@ class Views(NamedTuple):
     to_smem: Any
     P_dst: Any
     dS_dst: Any
+    fetch_v: Any  # shared memory -> rV, where that is in registers
 
 
 class Place(NamedTuple):
@@ -158,7 +161,7 @@ class BackwardKernel:
         self.bm = tile.block_queries
         self.stages_q, self.stages_do = tile.stages_q, tile.stages_do
         self.left, self.right, self.packed = features.left, features.right, features.packed
-        self.bulk_out = tile.bulk_out and tile.stage_out and self.by_keys and not features.packed
+        self.bulk_out = tile.bulk_out and not features.packed
         self.used = features.packed or features.seqused_q or features.seqused_k
         self.scrub = self.used or self.left or self.right
         # columns of a warpgroup in dQ's accumulator: half of them, or all for every other unit
@@ -233,6 +236,7 @@ class BackwardKernel:
         mma = lambda n, a, b, source: sm90.make_trivial_tiled_mma(self.dtype, self.dtype, a, b, Float32, (1, 1, 1), (64, n), source)
         half = 1 if self.by_keys else 2
         mma_s = mma(UNIT // half, kmaj, kmaj, smem)
+        mma_p = mma(UNIT, kmaj, kmaj, regs) if const_expr(self.tile.v_in_registers) else mma_s
         mma_v = mma(self.dv // half, kmaj, mn, regs if self.by_keys else smem)
         mma_k = mma(self.d // half, kmaj, mn, regs if self.by_keys else smem)
         mma_q = mma(self.dq_columns, mn, mn, smem)
@@ -250,8 +254,8 @@ class BackwardKernel:
             out_v = Gradient(view(mdV), *cpasync.make_tiled_tma_atom(bulk, view(mdV), layouts["v"], (64, self.dv)))
         self.main(
             tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, mdQ, out_k, out_v, stats, work, counter, turns, seqs, block_map,
-            captured, captured_by_scores, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles, slots,
-            cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
+            captured, captured_by_scores, mma_s, mma_p, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles,
+            slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
@@ -288,7 +292,7 @@ class BackwardKernel:
         tma_v: cute.CopyAtom, gV: cute.Tensor, mdQ: cute.Tensor, out_k: Gradient, out_v: Gradient, stats: cute.Tensor,
         work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
         captured: tuple | None, captured_by_scores: tuple | None,
-        mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
+        mma_s: cute.TiledMma, mma_p: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
         c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, sections: schedule.Sections,
         key_tiles: Int32, slots: Int32, kv_heads_div: cute.FastDivmodDivisorV2, kv_heads: Int32, group: Int32, tiles: Int32,
     ):  # fmt: skip
@@ -298,6 +302,7 @@ class BackwardKernel:
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
         grid = Grid(seqs, key_tiles, slots, sections, kv_heads_div, group, tiles, bounds)
 
+        n_tiles = key_tiles * slots
         layouts = self.layouts()
         smem = cutlass.memory.SmemAllocator()
         kv_full, kv_empty = smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1)
@@ -351,7 +356,7 @@ class BackwardKernel:
                 bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 qs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_q)
                 dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_do)
-                while t >= 0:
+                while self.is_tile(t, n_tiles):
                     at = self.locate(t, grid)
                     span, count = at.span, at.end - at.begin
                     taken = Int32(0) if const_expr(self.listed) else None
@@ -408,7 +413,8 @@ class BackwardKernel:
                     if cute.arch.lane_idx() == 0:
                         nxt = gdim + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
                     t = cute.arch.shuffle_sync(nxt, 0)
-                    t = t if t < key_tiles * slots else Int32(NO_TILE)
+                    if const_expr(self.finishes):
+                        t = t if t < n_tiles else Int32(NO_TILE)
                     cute.arch.mbarrier_wait(t_empty + (it & 1), ((it >> 1) & 1) ^ 1)
                     with cute.arch.elect_one():
                         ring[it & 1] = t
@@ -419,20 +425,20 @@ class BackwardKernel:
             if const_expr(self.ordered):
                 if (warp == 1) | (warp == 2):
                     added = Int32(0)
-                    while t >= 0:
+                    while self.is_tile(t, n_tiles):
                         added = self.see_to_turns(warp == 1, turns, turn, self.locate(t, grid), group, tiles, bounds, added)
                         t = self.next_tile(ring, t_full, t_empty, it)
                         it += 1
         else:  # ---------------------------------------------------------------------------------------------- consumers
             cute.arch.setmaxregister_increase(240)
             w, tid, ctid = wg - 1, tidx - WG, tidx % WG
-            views, column, row = self.views(mma_s, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid)
+            views, column, row = self.views(mma_s, mma_p, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid)
             qs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_q)
             nxt = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_q)
             dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_do)
             S = cute.make_rmem_tensor(mma_s.partition_shape_C((64, UNIT // (1 if self.by_keys else 2))), Float32)
             added = Int32(0)  # to dQ, by all tiles before
-            while t >= 0:
+            while self.is_tile(t, n_tiles):
                 at = self.locate(t, grid)
                 span, begin, end = at.span, at.begin, at.end
                 key = at.n * self.bn + row
@@ -464,6 +470,8 @@ class BackwardKernel:
                         if const_expr(self.left):
                             first_seen = cutlass.max(place.offset - left, 0) - at.n * self.bn
                         self.clear_keys(sK, sV, first_seen, span.key_length - at.n * self.bn, tid)
+                    if const_expr(self.tile.v_in_registers):
+                        cute.copy(*views.fetch_v)
                     if const_expr(self.by_keys):
                         cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * (1 - qs.index) + w, number_of_threads=2 * WG)
                     pipe_q.consumer_wait(qs)
@@ -639,13 +647,17 @@ class BackwardKernel:
             Int32(see_begin), Int32(see_end), rising if const_expr(self.rises) else 0,
         )  # fmt: skip
 
-    def views(self, mma_s, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid):
+    def views(self, mma_s, mma_p, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid):
         """(operands, this thread's first query in a unit, its first key in 64)"""
         again = lambda s, name: cute.make_tensor(s.iterator, layouts[name].outer)
         a = lambda mma, s: mma.make_fragment_A(mma.get_slice(0).partition_A(s))
         b = lambda mma, s: mma.make_fragment_B(mma.get_slice(0).partition_B(s))
-        rK, rV = a(mma_s, sK), a(mma_s, sV)
         slot = w if self.by_keys else 0
+        rK, rV, fetch_v = a(mma_s, sK), a(mma_s, sV)[None, None, None, slot], None
+        if self.tile.v_in_registers:
+            rV = cute.make_rmem_tensor(mma_p.partition_shape_A((64, self.dv)), self.dtype)
+            copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_p)
+            fetch_v = copy, copy.get_slice(ctid).partition_S(sV[None, None, slot]), copy.retile(rV)
         cS = rows_view(mma_s.get_slice(ctid).partition_C(cute.make_identity_tensor((64, UNIT if self.by_keys else UNIT // 2))))
         if self.by_keys:
             s_store, sP_half, sdS_half = mma_s, sP, sdS
@@ -660,14 +672,14 @@ class BackwardKernel:
         to_smem = cute.make_tiled_copy_C(sm90.get_smem_store_op(ROW, self.dtype, Float32), s_store)
         parts = 1 if self.by_keys else 2
         return Views(
-            mma_s, mma_v, mma_k, mma_q,
-            rK[None, None, None, slot], rV[None, None, None, slot], b(mma_s, queries_q), b(mma_s, queries_do),
+            mma_s, mma_p, mma_v, mma_k, mma_q,
+            rK[None, None, None, slot], rV, b(mma_s, queries_q), b(mma_s, queries_do),
             b(mma_k, again(sQ, "q_t")), b(mma_v, again(sdO, "do_t")),
             None if self.by_keys else a(mma_v, sP), None if self.by_keys else a(mma_k, sdS),
             a(mma_q, again(sdS, "ds_t")), b(mma_q, again(sK, "k_t")),
             cute.make_rmem_tensor(mma_k.partition_shape_C((64, self.d // parts)), Float32),
             cute.make_rmem_tensor(mma_v.partition_shape_C((64, self.dv // parts)), Float32),
-            to_smem, to_smem.get_slice(ctid).partition_D(sP_half), to_smem.get_slice(ctid).partition_D(sdS_half),
+            to_smem, to_smem.get_slice(ctid).partition_D(sP_half), to_smem.get_slice(ctid).partition_D(sdS_half), fetch_v,
         ), column, cS[0, 0][0]  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------ one unit of 64
@@ -685,7 +697,7 @@ class BackwardKernel:
         S_mn, dP_mn = rows_view(S), rows_view(dP)
         stat = sStat.iterator + (qs.index * 2 * self.bm + u * UNIT + place.column)
         slot_do, slot_q = dos.index * self.units + u, qs.index * self.units + u
-        issue(views.mma_s, dP, views.rV, views.rdO[None, None, None, slot_do], True)
+        issue(views.mma_p, dP, views.rV, views.rdO[None, None, None, slot_do], True)
         bits = self.look(S_mn, masked, place, head, first_row)
         slope = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
@@ -737,7 +749,7 @@ class BackwardKernel:
         P16, dS16 = cute.make_rmem_tensor_like(S, self.dtype), cute.make_rmem_tensor_like(S, self.dtype)
         S_mn, dP_mn = rows_view(S), rows_view(dP)
         stat = sStat.iterator + (qs.index * 2 * self.bm + place.column)
-        issue(views.mma_s, dP, views.rV, views.rdO[None, None, None, dos.index], True)
+        issue(views.mma_p, dP, views.rV, views.rdO[None, None, None, dos.index], True)
         bits = self.look(S_mn, masked, place, head, first_row)
         slope = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
@@ -947,6 +959,10 @@ class BackwardKernel:
             column = (thread // WG - 1) * self.dq_columns
         gdQ = cute.domain_offset((0, column), mdQ[notes[3, slot], None, notes[2, slot], None])
         epilogue.store_rows(gdQ, rounded, notes[1, slot] * self.bm + row, mdQ.shape[1], self.dq_columns)
+
+    def is_tile(self, t, n_tiles):
+        """NO_TILE saves a register where they are scarcest; elsewhere the loader would run out of them."""
+        return t >= 0 if self.finishes else t < n_tiles
 
     def slot_of(self, number):
         """(slot, phase) of the rings of barriers of a ``Turn``"""
