@@ -12,7 +12,7 @@ import torch
 
 from attn3 import score_math
 from attn3.backends.hopper import config, config_decode, environment
-from attn3.backends.hopper.config import BackwardFeatures, Features, Programs
+from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs
 from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, choose
 from attn3.masks import Causal, Columns, DenseMask, MaskFunction
@@ -131,11 +131,13 @@ def programs_of(features: Features | BackwardFeatures | Fp8Features) -> Programs
     return Programs(mask and lower_mask(masks[mask](), sizes), score and lower_score(scores[score], sizes))
 
 
-def compile_and_read(features: Features | BackwardFeatures | Fp8Features | DecodeFeatures) -> sass.Sass:
+def compile_and_read(
+    features: Features | BackwardFeatures | Fp8Features | DecodeFeatures, row: BackwardRow | None = None
+) -> sass.Sass:
     from attn3.backends.hopper import compile
 
     with tempfile.TemporaryDirectory() as folder:
-        compile.build(features, options=f"--keep-cubin --dump-dir {folder}", programs=programs_of(features))
+        compile.build(features, row, f"--keep-cubin --dump-dir {folder}", programs_of(features))
         (cubin,) = Path(folder).glob("*.cubin")
         return sass.read(cubin)
 
@@ -172,7 +174,28 @@ def test_machine_code(features: Features) -> None:
 @pytest.mark.parametrize("features", tuned_backward_features(), ids=str)
 def test_backward_machine_code(features: BackwardFeatures) -> None:
     """Counts are over the three kernels of a backward pass; two of them have no products."""
-    code = compile_and_read(features)
+    check_backward(features, compile_and_read(features))
+
+
+VARIANTS = {
+    64: {"finish": True, "bulk_out": True, "v_in_registers": True},
+    128: {"finish": True, "bulk_out": True},
+    256: {"finish": True},
+}
+
+
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("dim", VARIANTS)
+def test_machine_code_of_backward_variants(dim: int, right: bool) -> None:
+    """Tiles that no tuned row has (yet)."""
+    features = BackwardFeatures("bfloat16", dim, dim, right=right)
+    row = config.choose_backward(features)
+    check_backward(features, compile_and_read(features, replace(row, tile=replace(row.tile, **VARIANTS[dim]))))
+
+
+def check_backward(features: BackwardFeatures, code: sass.Sass) -> None:
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
     assert code.products > 3 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
     assert code.register_moves == 2, "the producer must give registers up and the consumers take them"

@@ -227,7 +227,7 @@ def unpack(words: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Windowed:
-    """``visible`` of a mask that is a window and something else: kernels make the window's bits by arithmetic and ask ``rest`` only."""
+    """``visible`` of a mask that is a window and something else: kernels ask ``rest``, and make the window's bits by arithmetic."""
 
     whole: Callable[..., Any]
     rest: Callable[..., Any]  # without the window

@@ -42,7 +42,7 @@ ARCH = "sm_90a"
 SYMBOL = "attn3_kernel"
 _HERE = Path(__file__).parent
 _SOURCES = (*sorted(_HERE.glob("kernels/*.py")), *sorted(_HERE.glob("parts/*.py")), _HERE / "config.py", _HERE / "compile.py",
-            _HERE / "maps.py", _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE / "config_decode.py",
+            _HERE / "maps.py", _HERE / "turns.py", _HERE / "config_fp8.py", _HERE / "compile_fp8.py", _HERE / "config_decode.py",
             _HERE / "compile_decode.py", _HERE.parents[1] / "fp8.py", *sorted((_HERE.parents[1] / "masks").glob("*.py")),
             _HERE.parents[1] / "programs.py", _HERE.parents[1] / "score_math.py", _HERE.parents[1] / "scores.py")  # fmt: skip
 _kernels: dict[AnyFeatures, Callable[..., None]] = {}
@@ -216,6 +216,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow, programs: Programs) 
     sequences = sequences if features.packed else batch
     per_tile, elements = 2 * row.tile.block_queries, row.tile.block_queries * row.head_dim
     any_stride = cute.sym_int64
+    ordered = row.tile.orders(features)
     return BackwardKernel(features, row.tile, row.head_dim, row.head_dim_v, programs), [
         rows(*q), rows(*k), rows(*v), rows(*out), rows(*out),
         _per_row(features, batch, heads, seqlen_q, any_stride()),
@@ -224,7 +225,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow, programs: Programs) 
         make_fake_tensor(Float32, (heads, tiles, per_tile), (any_stride(divisibility=per_tile), per_tile, 1), assumed_align=128),
         make_fake_tensor(Float32, (work_tiles, elements), (any_stride(divisibility=elements), 1), assumed_align=128),
         vector(1),
-        make_fake_tensor(Int32, (heads, tiles), (any_stride(), 1), assumed_align=4) if features.deterministic else None,
+        make_fake_tensor(Int32, (heads, tiles), (any_stride(), 1), assumed_align=4) if ordered else None,
         vector(offsets, given=features.packed),
         vector(offsets, given=features.packed),
         vector(sequences, given=features.seqused_q),

@@ -44,7 +44,8 @@ def backward(
     stats = q.new_empty((p.heads, tiles, 2 * block_rows), dtype=torch.float32)
     work = q.new_empty((p.heads * tiles, block_rows * row.head_dim), dtype=torch.float32)
     counter = q.new_empty(1, dtype=torch.int32)
-    turns = q.new_empty((p.heads, tiles), dtype=torch.int32) if deterministic else None
+    ordered = row.tile.orders(features)
+    turns = q.new_empty((p.heads, tiles), dtype=torch.int32) if ordered else None
     left, right = p.window
     if p.score_program is not None:
         c, inner = LOG2_E, p.scale if p.softcap is None else p.scale / p.softcap
@@ -55,7 +56,7 @@ def backward(
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
     section = 1
-    if features.right and not (features.left or p.packed):
+    if (ordered or features.right and not features.left) and not p.packed:  # additions in order: heads take turns
         per_head = k.shape[1] * (p.heads // p.kv_heads * (6 * p.head_dim + 2 * p.head_dim_v) + 2 * (p.head_dim + p.head_dim_v))
         section = max(1, L2_BYTES // per_head)
     vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))

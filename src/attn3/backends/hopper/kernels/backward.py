@@ -23,13 +23,15 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.tensor_utils import LayoutEnum
 
 from attn3.backends.hopper.config import BackwardFeatures, BackwardTile, Programs
 from attn3.backends.hopper.kernels import delta
 from attn3.backends.hopper.kernels.forward import DTYPES
-from attn3.backends.hopper.parts import mask, schedule, score, walk
+from attn3.backends.hopper.parts import epilogue, mask, schedule, score, walk
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
+from attn3.backends.hopper.turns import adding, turns_before
 from attn3.masks import seeing_rows, visit_queries
 
 WG = 128  # threads of a warpgroup
@@ -38,7 +40,10 @@ ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 # named barriers of both consumer warpgroups. BAR_DS + 2 * stage + w: warpgroup w has written dS there; one id a stage, since it may
 # write the next before the other one has looked
 BAR_ALL, BAR_DS = 1, 2
-BAR_TURN, BAR_PASSED = 6, 7  # of the consumers and the turn warp
+BAR_WG = 6  # + w: of warpgroup w alone
+NO_TILE = -1
+AHEAD = 4  # tiles of queries for which it may be known that it is a CTA's turn
+FIRST, LAST = 1, 2  # of the additions to dQ of a tile of queries
 
 
 def opaque(x):
@@ -50,6 +55,7 @@ class Views(NamedTuple):
     """A consumer's operands. Shared-memory ones are indexed by slot in their last mode."""
 
     mma_s: Any
+    mma_p: Any
     mma_v: Any
     mma_k: Any
     mma_q: Any
@@ -68,6 +74,7 @@ class Views(NamedTuple):
     to_smem: Any
     P_dst: Any
     dS_dst: Any
+    fetch_v: Any  # shared memory -> rV, where that is in registers
 
 
 class Place(NamedTuple):
@@ -99,9 +106,28 @@ class Grid(NamedTuple):
     bounds: Any
 
 
+class Gradient(NamedTuple):
+    """dK or dV on its way out."""
+
+    mX: Any
+    tma: Any  # None where threads copy
+    gX: Any
+    s: Any = None
+
+
 class Pipes(NamedTuple):
     q: Any
     do: Any
+
+
+class Turn(NamedTuple):
+    """A consumer's view of an addition to dQ that has to wait for its turn."""
+
+    granted: Any  # barriers: it is
+    added: Any  # barriers: all consumer warps have added
+    passed: Any  # barriers: the next one may
+    notes: Any  # if the first one stores and the last one rounds: (FIRST + LAST, tile of queries, head, batch) of each
+    number: Any  # of additions of the CTA before this one
 
 
 class Tile(NamedTuple):
@@ -117,6 +143,7 @@ class Tile(NamedTuple):
     end: Any
     see_begin: Any  # queries of the sequence that see any key
     see_end: Any
+    rising: Any = None  # deterministic: 1 where tiles of keys come first to last, and walk from their last tile of queries down
 
 
 class BackwardKernel:
@@ -135,6 +162,7 @@ class BackwardKernel:
         self.bm = tile.block_queries
         self.stages_q, self.stages_do = tile.stages_q, tile.stages_do
         self.left, self.right, self.packed = features.left, features.right, features.packed
+        self.bulk_out = tile.bulk_out and not features.packed
         self.used = features.packed or features.seqused_q or features.seqused_k
         self.scrub = self.used or self.left or self.right
         # columns of a warpgroup in dQ's accumulator: half of them, or all for every other unit
@@ -143,8 +171,11 @@ class BackwardKernel:
         self.deterministic = features.deterministic
         self.programs = self.listed or self.score_program is not None
         assert not (self.programs and self.used) and not (self.listed and (self.left or self.right or self.deterministic)), features
-        self.rotates = tile.rotate and not (self.left or self.right or self.deterministic or self.listed)
-        self.turn_threads = 32 if self.deterministic else 0
+        self.finishes, self.ordered = tile.finishes(features), tile.orders(features)
+        self.rotates = tile.rotate and not (self.left or self.right or self.ordered or self.listed)
+        self.turn_warps = 2 if self.ordered else 0
+        # the longest tiles are the first ones: heads of the last section end with short ones
+        self.rises = self.ordered and self.right and not (self.left or self.packed)
 
     # ------------------------------------------------------------------------------------------------------------ host
     @cute.jit
@@ -163,7 +194,7 @@ class BackwardKernel:
         stats: cute.Tensor,  # (heads, query tiles, 2 * block_queries) float32: lse in bits, then delta - dlse
         work: cute.Tensor,  # (heads * query tiles, block_queries * tile_dim) float32: dQ in accumulator order
         counter: cute.Tensor,  # (1,) int32: the next tile
-        turns: cute.Tensor | None,  # (heads, query tiles) int32: deterministic only, the key tile whose turn it is
+        turns: cute.Tensor | None,  # (heads, query tiles) int32: where additions come in order, how many were made
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
         used_q: cute.Tensor | None,
@@ -193,8 +224,8 @@ class BackwardKernel:
             slots = kv_heads * mQ.shape[0]
         sections = schedule.sections(slots, section, key_tiles, processors, self.right and not self.left, heads // kv_heads)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
-        delta.Preprocess(self.bm, self.bn, self.d, self.features).launch(
-            mO, mdO, mLSE, mdLSE, stats, work, counter, turns, seqs, bounds, stream
+        delta.Preprocess(self.bm, self.d, self.features, self.finishes).launch(
+            mO, mdO, mLSE, mdLSE, mdQ, stats, work, counter, turns, seqs, bounds, stream
         )
         if const_expr(self.packed):
             order = [0, 2, 1]
@@ -207,6 +238,7 @@ class BackwardKernel:
         mma = lambda n, a, b, source: sm90.make_trivial_tiled_mma(self.dtype, self.dtype, a, b, Float32, (1, 1, 1), (64, n), source)
         half = 1 if self.by_keys else 2
         mma_s = mma(UNIT // half, kmaj, kmaj, smem)
+        mma_p = mma(UNIT, kmaj, kmaj, regs) if const_expr(self.tile.v_in_registers) else mma_s
         mma_v = mma(self.dv // half, kmaj, mn, regs if self.by_keys else smem)
         mma_k = mma(self.d // half, kmaj, mn, regs if self.by_keys else smem)
         mma_q = mma(self.dq_columns, mn, mn, smem)
@@ -217,15 +249,22 @@ class BackwardKernel:
         tma_do, gdO = tma(gdO, layouts["do"], self.dv)
         tma_k, gK = tma(gK, layouts["k"], self.d)
         tma_v, gV = tma(gV, layouts["v"], self.dv)
+        out_k, out_v = Gradient(view(mdK), None, None), Gradient(view(mdV), None, None)
+        if const_expr(self.bulk_out):
+            bulk = cpasync.CopyBulkTensorTileS2GOp()
+            out_k = Gradient(view(mdK), *cpasync.make_tiled_tma_atom(bulk, view(mdK), layouts["k"], (64, self.d)))
+            out_v = Gradient(view(mdV), *cpasync.make_tiled_tma_atom(bulk, view(mdV), layouts["v"], (64, self.dv)))
         self.main(
-            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
-            captured, captured_by_scores, gradients, mma_s, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles,
-            slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
+            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, mdQ, out_k, out_v, stats, work, counter, turns, seqs, block_map,
+            captured, captured_by_scores, gradients, mma_s, mma_p, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections,
+            key_tiles, slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
         )  # fmt: skip
-        delta.Postprocess(self.bm, self.d, self.dq_columns, self.features).launch(work, mdQ, stats.shape[1], seqs, scale, stream)
+        if const_expr(not self.finishes):
+            post = delta.Postprocess(self.bm, self.d, self.dq_columns, self.features)
+            post.launch(work, mdQ, stats.shape[1], seqs, scale, stream)
 
     def layouts(self):
         """Shared-memory layouts by name; those that end in _t are the same bytes with the other mode contiguous."""
@@ -252,10 +291,10 @@ class BackwardKernel:
     def main(
         self,
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_do: cute.CopyAtom, gdO: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
-        tma_v: cute.CopyAtom, gV: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, stats: cute.Tensor, work: cute.Tensor,
-        counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
+        tma_v: cute.CopyAtom, gV: cute.Tensor, mdQ: cute.Tensor, out_k: Gradient, out_v: Gradient, stats: cute.Tensor,
+        work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
         captured: tuple | None, captured_by_scores: tuple | None, gradients: tuple | None,
-        mma_s: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
+        mma_s: cute.TiledMma, mma_p: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
         c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, sections: schedule.Sections,
         key_tiles: Int32, slots: Int32, kv_heads_div: cute.FastDivmodDivisorV2, kv_heads: Int32, group: Int32, tiles: Int32,
     ):  # fmt: skip
@@ -264,8 +303,8 @@ class BackwardKernel:
         wg = cute.arch.make_warp_uniform(tidx // WG)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
         grid = Grid(seqs, key_tiles, slots, sections, kv_heads_div, group, tiles, bounds)
-        n_tiles = key_tiles * slots
 
+        n_tiles = key_tiles * slots
         layouts = self.layouts()
         smem = cutlass.memory.SmemAllocator()
         kv_full, kv_empty = smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1)
@@ -274,6 +313,11 @@ class BackwardKernel:
         bars_do = smem.allocate_array(Int64, 2 * self.stages_do)
         ring = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # tiles, producer -> everybody
         steps = smem.allocate_tensor(Int32, cute.make_layout((2, self.stages_q)), 16) if const_expr(self.programs) else None
+        if const_expr(self.ordered):
+            notes = smem.allocate_tensor(Int32, cute.make_layout((4, AHEAD)), 16) if const_expr(self.finishes) else None
+            turn = Turn(*(smem.allocate_array(Int64, AHEAD) for _ in range(3)), notes, None)
+        else:
+            turn = None
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.bm, self.stages_q)), 128)
         alloc = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, swizzle=l.inner)
         sK, sV, sQ, sdO = (alloc(layouts[name]) for name in ("k", "v", "q", "do"))
@@ -289,7 +333,12 @@ class BackwardKernel:
                 cute.arch.mbarrier_init(kv_empty, 8)  # one arrival per warp
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(t_full + i, 1)
-                    cute.arch.mbarrier_init(t_empty + i, 8 + self.turn_threads // 32)
+                    cute.arch.mbarrier_init(t_empty + i, 8 + self.turn_warps)
+                if const_expr(self.ordered):
+                    for i in cutlass.range_constexpr(AHEAD):
+                        cute.arch.mbarrier_init(turn.granted + i, 1)
+                        cute.arch.mbarrier_init(turn.added + i, 8)
+                        cute.arch.mbarrier_init(turn.passed + i, 1)
         make_pipe = lambda storage, stages, nbytes: pipeline.PipelineTmaAsync.create(
             barrier_storage=storage, num_stages=stages, tx_count=nbytes,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
@@ -309,7 +358,7 @@ class BackwardKernel:
                 bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 qs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_q)
                 dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_do)
-                while t < n_tiles:
+                while self.is_tile(t, n_tiles):
                     at = self.locate(t, grid)
                     span, count = at.span, at.end - at.begin
                     taken = Int32(0) if const_expr(self.listed) else None
@@ -321,8 +370,11 @@ class BackwardKernel:
                         if const_expr(self.listed):
                             count = blocks.end
                         for j in cutlass.range(count, unroll=1):
-                            m = at.start + j
-                            m = m - count if m >= at.end else m
+                            if const_expr(self.rises):
+                                m = at.end - 1 - j if at.rising == 1 else at.begin + j
+                            else:
+                                m = at.start + j
+                                m = m - count if m >= at.end else m
                             masked = None
                             if const_expr(self.listed):
                                 m, walked = walk.step(row_of_map, walked)
@@ -363,6 +415,8 @@ class BackwardKernel:
                     if cute.arch.lane_idx() == 0:
                         nxt = gdim + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
                     t = cute.arch.shuffle_sync(nxt, 0)
+                    if const_expr(self.finishes):
+                        t = t if t < n_tiles else Int32(NO_TILE)
                     cute.arch.mbarrier_wait(t_empty + (it & 1), ((it >> 1) & 1) ^ 1)
                     with cute.arch.elect_one():
                         ring[it & 1] = t
@@ -370,21 +424,23 @@ class BackwardKernel:
                     it += 1
                 pipe_q.producer_tail(qs)
                 pipe_do.producer_tail(dos)
-            if const_expr(self.deterministic):
-                if warp == 1:
-                    while t < n_tiles:
-                        self.pass_turns(turns, self.locate(t, grid), group, tiles)
+            if const_expr(self.ordered):
+                if (warp == 1) | (warp == 2):
+                    added = Int32(0)
+                    while self.is_tile(t, n_tiles):
+                        added = self.see_to_turns(warp == 1, turns, turn, self.locate(t, grid), group, tiles, bounds, added)
                         t = self.next_tile(ring, t_full, t_empty, it)
                         it += 1
         else:  # ---------------------------------------------------------------------------------------------- consumers
             cute.arch.setmaxregister_increase(240)
             w, tid, ctid = wg - 1, tidx - WG, tidx % WG
-            views, column, row = self.views(mma_s, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid)
+            views, column, row = self.views(mma_s, mma_p, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid)
             qs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_q)
             nxt = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_q)
             dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_do)
             S = cute.make_rmem_tensor(mma_s.partition_shape_C((64, UNIT // (1 if self.by_keys else 2))), Float32)
-            while t < n_tiles:
+            added = Int32(0)  # to dQ, by all tiles before
+            while self.is_tile(t, n_tiles):
                 at = self.locate(t, grid)
                 span, begin, end = at.span, at.begin, at.end
                 key = at.n * self.bn + row
@@ -406,9 +462,8 @@ class BackwardKernel:
                 tile_bytes = Int64(4 * self.bm * self.d)
                 first = at.kv_head * group * tiles + span.first_tile + begin
                 out = work.iterator.toint() + Int64(first - 1) * tile_bytes + Int64(tid * 16)  # of the tile before the first one
-                if const_expr(self.rotates):
+                if const_expr(self.rotates or self.rises):
                     out += Int64(at.start - begin) * tile_bytes
-                turn = turns.iterator.toint() + Int64(first - 1) * 4 if const_expr(self.deterministic) else None
                 m, step, done = at.start, Int32(1), Int32(0)
                 if total > 0:
                     cute.arch.mbarrier_wait(kv_full, loaded & 1)
@@ -418,6 +473,8 @@ class BackwardKernel:
                         if const_expr(self.left):
                             first_seen = cutlass.max(place.offset - left, 0) - at.n * self.bn
                         self.clear_keys(sK, sV, first_seen, span.key_length - at.n * self.bn, tid)
+                    if const_expr(self.tile.v_in_registers):
+                        cute.copy(*views.fetch_v)
                     if const_expr(self.by_keys):
                         cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * (1 - qs.index) + w, number_of_threads=2 * WG)
                     pipe_q.consumer_wait(qs)
@@ -429,8 +486,11 @@ class BackwardKernel:
                     here = None
                     if const_expr(self.listed):
                         here = work.iterator.toint() + Int64(head * tiles + span.first_tile + now) * tile_bytes + Int64(tid * 16)
-                    wraps = m + 1 == end
-                    m_next = begin if wraps else m + 1
+                    if const_expr(self.rises):
+                        wraps, m_next, step_next = self.next_of_walk(m, at, tiles)
+                    else:
+                        wraps = m + 1 == end
+                        m_next = begin if wraps else m + 1
                     ahead = m
                     if i + 1 < total:  # the last one computes its own S again, for nothing
                         nxt.advance()
@@ -438,20 +498,23 @@ class BackwardKernel:
                     pipe_do.consumer_wait(dos)
                     self.clear_rows(sdO, dos.index, m, at, tid)
                     if const_expr(not self.listed):
-                        masked = (m < at.full_begin) | (m >= at.full_end)
+                        masked = m < at.full_begin
+                        if const_expr(self.left):
+                            masked |= m >= at.full_end
+                    mine = self.at_number(turn, added + i - (1 if self.by_keys else 0))
                     if const_expr(not self.by_keys):
-                        out, turn = self.advance(out, turn, step, tile_bytes, here)
+                        out = self.advance(out, step, tile_bytes, here)
                         self.unit_by_columns(
                             views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at,
-                            tid, out, turn,
+                            tid, out, mine, scale, mdQ,
                         )  # fmt: skip
                     else:  # dQ is one tile behind
                         for u in cutlass.range_constexpr(self.units):
                             self.unit_by_keys(
                                 u, views, S, masked, place, head, now * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt,
-                                dos, ahead, at, tid, i, out, turn,
+                                dos, ahead, at, tid, i, out, mine, scale, mdQ,
                             )  # fmt: skip
-                        out, turn = self.advance(out, turn, step, tile_bytes, here)
+                        out = self.advance(out, step, tile_bytes, here)
                     if const_expr(self.rotates):
                         done += 1
                         step = 1 - (end - begin) if wraps else Int32(1)
@@ -459,23 +522,21 @@ class BackwardKernel:
                             done = Int32(0)
                             step += tiles
                     else:
-                        step = tiles - (end - begin) + 1 if wraps else Int32(1)
+                        step = step_next if const_expr(self.rises) else tiles - (end - begin) + 1 if wraps else Int32(1)
                     m = m_next
                     qs.advance()
                     dos.advance()
                 if total > 0:
                     nxt.advance()
+                    if const_expr(self.ordered):
+                        added += total
                     if const_expr(self.by_keys):
-                        if const_expr(self.deterministic):
-                            self.turn_done()
-                        self.drain_dq(views, 1 - qs.index, w, out, turn, at)
-                    if const_expr(self.deterministic):
-                        self.turn_done()
+                        self.drain_dq(views, 1 - qs.index, w, out, self.at_number(turn, added - 1), scale, mdQ)
                 if const_expr(self.tile.stage_out):  # K and V may be overwritten while dK and dV leave
                     if total > 0:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(kv_empty)
-                self.finish(views, scale, sdK, sdV, mdK, mdV, at, w, tid)
+                self.finish(views, scale, out_k._replace(s=sdK), out_v._replace(s=sdV), at, w, warp, tid)
                 if const_expr(not self.tile.stage_out):
                     cute.arch.fence_proxy("async.shared", space="cta")
                     if total > 0:
@@ -484,15 +545,26 @@ class BackwardKernel:
                             cute.arch.mbarrier_arrive(kv_empty)
                 t = self.next_tile(ring, t_full, t_empty, it)
                 it += 1
+            if const_expr(self.bulk_out):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def advance(self, out, turn, step, tile_bytes, here):
+    def advance(self, out, step, tile_bytes, here):
         """To the tile ``step`` further on; under a mask program to ``here``."""
         if const_expr(self.listed):
-            return here, turn
-        if const_expr(turn is not None):
-            turn += Int64(step) * 4
-        return out + Int64(step) * tile_bytes, turn
+            return here
+        return out + Int64(step) * tile_bytes
+
+    def at_number(self, turn, number):
+        return None if turn is None else turn._replace(number=number)
+
+    @cute.jit
+    def next_of_walk(self, m, at: Tile, tiles):
+        """(was m the last tile of queries of its head, the next one, and how far on in the workspace that is)"""
+        last = at.begin + at.end - 1 - at.start
+        direction = 1 - 2 * at.rising
+        wraps = m == last
+        return wraps, at.start if wraps else m + direction, tiles + at.start - last if wraps else direction
 
     @cute.jit
     def acquire_and_tell(self, pipe, state, steps, g, m, masked):
@@ -544,7 +616,7 @@ class BackwardKernel:
     @cute.jit
     def locate(self, t, grid: Grid):
         """tile -> what to do"""
-        seqs, bounds = grid.seqs, grid.bounds
+        seqs, bounds, rising = grid.seqs, grid.bounds, Int32(0)
         if const_expr(self.packed):
             kv_head = t // grid.key_tiles
             slot = t - kv_head * grid.key_tiles
@@ -555,8 +627,11 @@ class BackwardKernel:
             n = slot - (span.first_key // self.bn + b)
         else:
             n, kv_head, batch = schedule.dense_tile(t, grid.key_tiles, grid.sections, grid.kv_heads)
-            if const_expr(not self.deterministic):  # the first keys are seen by the most queries
+            if const_expr(not self.ordered):  # the first keys are seen by the most queries
                 n = grid.key_tiles - 1 - n
+            elif const_expr(self.rises):
+                rising = Int32(1) if batch * grid.kv_heads.divisor + kv_head >= grid.sections.last else Int32(0)
+                n = grid.key_tiles - 1 - n if rising == 1 else n
             span = schedule.dense_span(seqs, batch, grid.tiles // seqs.count)
         n, kv_head = cute.arch.make_warp_uniform(n), cute.arch.make_warp_uniform(kv_head)
         blocks = visit_queries(
@@ -567,18 +642,25 @@ class BackwardKernel:
         start = begin
         if const_expr(self.rotates):
             start = begin + n * (end - begin) // grid.key_tiles
+        if const_expr(self.rises):
+            rising = cute.arch.make_warp_uniform(rising)
+            start = begin + rising * (end - begin - 1)
         return Tile(
             start, span, n, kv_head, Int32(blocks.begin), Int32(blocks.full_begin), Int32(blocks.full_end), Int32(blocks.end),
-            Int32(see_begin), Int32(see_end),
+            Int32(see_begin), Int32(see_end), rising if const_expr(self.rises) else 0,
         )  # fmt: skip
 
-    def views(self, mma_s, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid):
+    def views(self, mma_s, mma_p, mma_v, mma_k, mma_q, layouts, sK, sV, sQ, sdO, sP, sdS, w, ctid):
         """(operands, this thread's first query in a unit, its first key in 64)"""
         again = lambda s, name: cute.make_tensor(s.iterator, layouts[name].outer)
         a = lambda mma, s: mma.make_fragment_A(mma.get_slice(0).partition_A(s))
         b = lambda mma, s: mma.make_fragment_B(mma.get_slice(0).partition_B(s))
-        rK, rV = a(mma_s, sK), a(mma_s, sV)
         slot = w if self.by_keys else 0
+        rK, rV, fetch_v = a(mma_s, sK), a(mma_s, sV)[None, None, None, slot], None
+        if self.tile.v_in_registers:
+            rV = cute.make_rmem_tensor(mma_p.partition_shape_A((64, self.dv)), self.dtype)
+            copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_p)
+            fetch_v = copy, copy.get_slice(ctid).partition_S(sV[None, None, slot]), copy.retile(rV)
         cS = rows_view(mma_s.get_slice(ctid).partition_C(cute.make_identity_tensor((64, UNIT if self.by_keys else UNIT // 2))))
         if self.by_keys:
             s_store, sP_half, sdS_half = mma_s, sP, sdS
@@ -593,21 +675,21 @@ class BackwardKernel:
         to_smem = cute.make_tiled_copy_C(sm90.get_smem_store_op(ROW, self.dtype, Float32), s_store)
         parts = 1 if self.by_keys else 2
         return Views(
-            mma_s, mma_v, mma_k, mma_q,
-            rK[None, None, None, slot], rV[None, None, None, slot], b(mma_s, queries_q), b(mma_s, queries_do),
+            mma_s, mma_p, mma_v, mma_k, mma_q,
+            rK[None, None, None, slot], rV, b(mma_s, queries_q), b(mma_s, queries_do),
             b(mma_k, again(sQ, "q_t")), b(mma_v, again(sdO, "do_t")),
             None if self.by_keys else a(mma_v, sP), None if self.by_keys else a(mma_k, sdS),
             a(mma_q, again(sdS, "ds_t")), b(mma_q, again(sK, "k_t")),
             cute.make_rmem_tensor(mma_k.partition_shape_C((64, self.d // parts)), Float32),
             cute.make_rmem_tensor(mma_v.partition_shape_C((64, self.dv // parts)), Float32),
-            to_smem, to_smem.get_slice(ctid).partition_D(sP_half), to_smem.get_slice(ctid).partition_D(sdS_half),
+            to_smem, to_smem.get_slice(ctid).partition_D(sP_half), to_smem.get_slice(ctid).partition_D(sdS_half), fetch_v,
         ), column, cS[0, 0][0]  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------ one unit of 64
     @cute.jit
     def unit_by_keys(
         self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes,
-        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn,
+        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn, scale, mdQ,
     ):  # fmt: skip
         """64 queries: their S' is in registers on entry, that of the next 64 on exit. dQ is one tile behind, so that nobody waits
         for the other warpgroup's dS.
@@ -618,7 +700,7 @@ class BackwardKernel:
         S_mn, dP_mn = rows_view(S), rows_view(dP)
         stat = sStat.iterator + (qs.index * 2 * self.bm + u * UNIT + place.column)
         slot_do, slot_q = dos.index * self.units + u, qs.index * self.units + u
-        issue(views.mma_s, dP, views.rV, views.rdO[None, None, None, slot_do], True)
+        issue(views.mma_p, dP, views.rV, views.rdO[None, None, None, slot_do], True)
         bits = self.look(S_mn, masked, place, head, first_row)
         slope, raw = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
@@ -626,8 +708,6 @@ class BackwardKernel:
             self.hide(S_mn, bits, place, first_row)
         pack(S, P16)
         issue(views.mma_v, views.dV, as_a_operand(P16), views.rdOt[None, None, None, slot_do], False)
-        if const_expr(self.deterministic and first):
-            self.turn_done()
         warpgroup.wait_group(1)  # dP; dV is still running
         self.add_gradients(raw, S_mn, dP_mn, stat + self.bm, place, head, first_row, inner)
         self.slopes(S_mn, dP_mn, stat + self.bm, slope, c)
@@ -647,9 +727,7 @@ class BackwardKernel:
             cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * qs.index + w, number_of_threads=2 * WG)
         if const_expr(first):
             if i > 0:  # (before, dQ was of nothing)
-                if const_expr(self.deterministic):
-                    self.await_turn(turn, tile.n)
-                self.reduce_dq(dQ, out)
+                self.add_in_turn(dQ, out, turn, scale, mdQ)
         if const_expr(last):
             if const_expr(not first):
                 warpgroup.wait_group(1)  # dV
@@ -668,14 +746,14 @@ class BackwardKernel:
     @cute.jit
     def unit_by_columns(
         self, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt, dos, m_next,
-        tile: Tile, tid, out, turn,
+        tile: Tile, tid, out, turn, scale, mdQ,
     ):  # fmt: skip
         """The same; each warpgroup needs what the other one has computed of P and dS."""
         dP = cute.make_rmem_tensor_like(S)
         P16, dS16 = cute.make_rmem_tensor_like(S, self.dtype), cute.make_rmem_tensor_like(S, self.dtype)
         S_mn, dP_mn = rows_view(S), rows_view(dP)
         stat = sStat.iterator + (qs.index * 2 * self.bm + place.column)
-        issue(views.mma_s, dP, views.rV, views.rdO[None, None, None, dos.index], True)
+        issue(views.mma_p, dP, views.rV, views.rdO[None, None, None, dos.index], True)
         bits = self.look(S_mn, masked, place, head, first_row)
         slope, raw = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
@@ -683,8 +761,6 @@ class BackwardKernel:
             self.hide(S_mn, bits, place, first_row)
         pack(S, P16)
         cute.copy(views.to_smem, views.to_smem.retile(P16), views.P_dst[None, None, None, qs.index])
-        if const_expr(self.deterministic):
-            self.turn_done()
         warpgroup.wait_group(0)  # dP
         self.add_gradients(raw, S_mn, dP_mn, stat + self.bm, place, head, first_row, inner)
         self.slopes(S_mn, dP_mn, stat + self.bm, slope, c)
@@ -697,9 +773,7 @@ class BackwardKernel:
         issue(views.mma_v, views.dV, views.rP[None, None, None, qs.index], views.rdOt[None, None, None, 2 * dos.index + w], False)
         issue(views.mma_k, views.dK, views.rdSk[None, None, None, qs.index], views.rQt[None, None, None, 2 * qs.index + w], False)
         warpgroup.wait_group(2)  # dQ
-        if const_expr(self.deterministic):
-            self.await_turn(turn, tile.n)
-        self.reduce_dq(dQ, out)
+        self.add_in_turn(dQ, out, turn, scale, mdQ)
         pipes.q.consumer_wait(nxt)
         self.clear_rows(sQ, nxt.index, m_next, tile, tid)
         S1 = cute.make_rmem_tensor_like(S)
@@ -711,15 +785,13 @@ class BackwardKernel:
         S.store(S1.load())
 
     @cute.jit
-    def drain_dq(self, views: Views, stage, w, out, turn, tile: Tile):
+    def drain_dq(self, views: Views, stage, w, out, turn, scale, mdQ):
         """dQ of the last tile"""
         cute.arch.barrier(barrier_id=BAR_DS + 2 * stage + 1 - w, number_of_threads=2 * WG)
         dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_columns)), Float32)
         self.issue_dq(views, dQ, stage, w)
         warpgroup.wait_group(0)
-        if const_expr(self.deterministic):
-            self.await_turn(turn, tile.n)
-        self.reduce_dq(dQ, out)
+        self.add_in_turn(dQ, out, turn, scale, mdQ)
 
     @cute.jit
     def probabilities(self, S_mn, stat, c, inner):
@@ -849,44 +921,109 @@ class BackwardKernel:
             )
 
     @cute.jit
-    def await_turn(self, turn, n):
-        """Until every tile of keys behind this one has added to these queries' dQ"""
-        if cute.arch.lane_idx() == 0:
-            now = self.turn_of(turn)
-            while now != n:
-                now = self.turn_of(turn)
-        cute.arch.sync_warp()
+    def add_in_turn(self, dQ, out, turn, scale, mdQ):
+        """``reduce_dq``, where additions are ordered when it is this tile's turn"""
+        if const_expr(turn is None):
+            self.reduce_dq(dQ, out)
+        else:
+            slot, phase = self.slot_of(turn.number)
+            cute.arch.mbarrier_wait(turn.granted + slot, phase)
+            if const_expr(self.finishes):
+                what = cute.arch.make_warp_uniform(turn.notes[0, slot])
+                if what >= LAST:
+                    if what == LAST:
+                        self.read_dq(dQ, out)
+                    self.round_dq(dQ, turn.notes, slot, scale, mdQ)
+                elif what == FIRST:
+                    self.store_dq(dQ, out)
+                else:
+                    self.reduce_dq(dQ, out)
+            else:
+                self.reduce_dq(dQ, out)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(turn.added + slot)
+
+    @cute.jit
+    def store_dq(self, dQ, out):
+        for i in cutlass.range_constexpr(cute.size(dQ) // 4):
+            cute.arch.inline_ptx(
+                "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[out + i * 4096, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]],
+            )
+
+    @cute.jit
+    def read_dq(self, dQ, out):
+        """Adds what is in the workspace. It is in L2: others have put it there."""
+        got = cute.make_rmem_tensor(32, Float32)
+        for first in cutlass.range_constexpr(0, cute.size(dQ), 32):  # no more loads at once than there are registers
+            for i in cutlass.range_constexpr(8):
+                got[4 * i], got[4 * i + 1], got[4 * i + 2], got[4 * i + 3] = cute.arch.inline_ptx(
+                    "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                    write_only_types=[Float32] * 4, read_only_args=[out + (first // 4 + i) * 4096],
+                )  # fmt: skip
+            for i in cutlass.range_constexpr(32):
+                dQ[first + i] = dQ[first + i] + got[i]
+
+    @cute.jit
+    def round_dq(self, dQ, notes, slot, scale, mdQ):
+        """Writes this thread's part of dQ where it belongs."""
+        thread = cute.arch.thread_idx()[0]
+        rounded = cute.make_rmem_tensor_like(dQ, self.dtype)
+        for i in cutlass.range_constexpr(cute.size(dQ)):
+            dQ[i] = dQ[i] * scale
+        pack(dQ, rounded)
+        row, column = thread % WG // 32 * 16 + thread % 32 // 4, Int32(0)
+        if const_expr(self.dq_by_rows):
+            row = row + (thread // WG - 1) * 64
+        else:
+            column = (thread // WG - 1) * self.dq_columns
+        gdQ = cute.domain_offset((0, column), mdQ[notes[3, slot], None, notes[2, slot], None])
+        epilogue.store_rows(gdQ, rounded, notes[1, slot] * self.bm + row, mdQ.shape[1], self.dq_columns)
+
+    def is_tile(self, t, n_tiles):
+        """NO_TILE saves a register where they are scarcest; elsewhere the loader would run out of them."""
+        return t >= 0 if self.finishes else t < n_tiles
+
+    def slot_of(self, number):
+        """(slot, phase) of the rings of barriers of a ``Turn``"""
+        return number & (AHEAD - 1), (number >> (AHEAD.bit_length() - 1)) & 1
+
+    @cute.jit
+    def see_to_turns(self, passes, turns, turn: Turn, tile: Tile, group, tiles, bounds, added):
+        """What the two turn warps do for a tile of keys: one waits until it is its turn with each tile of queries and tells the
+        consumers, ahead of them; one (``passes``) waits until they have added and tells the others. No consumer waits for memory.
+        """
+        m, total, span, head = tile.start, group * (tile.end - tile.begin), tile.span, tile.kv_head * group
+        place = turns.iterator.toint() + Int64(tile.kv_head * group * tiles + tile.span.first_tile + m) * 4
+        for _i in cutlass.range(total, unroll=1):
+            first, last = adding(m, self.bn, self.bm, span.query_length, span.key_length, *bounds, cutlass.min, cutlass.max)
+            before = turns_before(tile.n, tile.rising, first, last)
+            slot, phase = self.slot_of(added)
+            if passes:
+                cute.arch.mbarrier_wait(turn.added + slot, phase)
+                with cute.arch.elect_one():
+                    cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[place, before + 1])
+                    cute.arch.mbarrier_arrive(turn.passed + slot)
+            else:
+                cute.arch.mbarrier_wait(turn.passed + slot, phase ^ 1)
+                with cute.arch.elect_one():
+                    now = self.turn_of(place)
+                    while now != before:
+                        now = self.turn_of(place)
+                    if const_expr(self.finishes):
+                        turn.notes[0, slot] = (FIRST if before == 0 else 0) + (LAST if before == last - first else 0)
+                        turn.notes[1, slot], turn.notes[2, slot], turn.notes[3, slot] = m, head, span.batch
+                    cute.arch.mbarrier_arrive(turn.granted + slot)
+            wraps, m, step = self.next_of_walk(m, tile, tiles)
+            head += 1 if wraps else 0
+            place += Int64(step) * 4
+            added += 1
+        return added
 
     @cute.jit
     def turn_of(self, turn):
         return cute.arch.inline_ptx("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn])
-
-    @cute.jit
-    def turn_done(self):
-        """What this thread has added to dQ so far may be passed on."""
-        cute.arch.barrier(barrier_id=BAR_PASSED, number_of_threads=2 * WG + 32)
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier_arrive(barrier_id=BAR_TURN, number_of_threads=2 * WG + 32)
-
-    @cute.jit
-    def pass_turns(self, turns, tile: Tile, group, tiles):
-        """The turn warp: passes each tile of queries on when the consumers say that they have added to its dQ, ``behind`` tiles
-        later than they have begun with it.
-        """
-        behind = 2 if self.by_keys else 1
-        begin, end = tile.begin, tile.end
-        turn, m = turns.iterator.toint() + Int64(tile.kv_head * group * tiles + tile.span.first_tile + begin) * 4, begin
-        total = group * (end - begin)
-        signals = total + behind if total > 0 else Int32(0)
-        for i in cutlass.range(signals, unroll=1):
-            cute.arch.barrier_arrive(barrier_id=BAR_PASSED, number_of_threads=2 * WG + 32)
-            cute.arch.barrier(barrier_id=BAR_TURN, number_of_threads=2 * WG + 32)
-            if i >= behind:
-                if cute.arch.lane_idx() == 0:
-                    cute.arch.inline_ptx("st.release.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[turn, tile.n - 1])
-                wraps = m + 1 == end
-                turn += Int64(tiles - (end - begin) + 1 if wraps else Int32(1)) * 4
-                m = begin if wraps else m + 1
 
     # -------------------------------------------------------------------------------------------------------------- memory
     @cute.jit
@@ -935,15 +1072,33 @@ class BackwardKernel:
             cute.autovec_copy(zero, cute.local_tile(s, (1, 8, 1), (i, tid % chunks, slot))[0, None, 0])
 
     @cute.jit
-    def finish(self, views: Views, scale, sdK, sdV, mdK, mdV, tile: Tile, w, tid):
-        """dK and dV: registers -> shared memory -> global, 16 bytes at a time"""
-        cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
+    def finish(self, views: Views, scale, out_k: Gradient, out_v: Gradient, tile: Tile, w, warp, tid):
+        """dK and dV: registers -> shared memory -> global, by TMA or 16 bytes at a time"""
+        if const_expr(self.bulk_out):  # a warpgroup's own 64 keys, while it goes on
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last ones have left (of the warps that sent them)
+            cute.arch.barrier(barrier_id=BAR_WG + w, number_of_threads=WG)
+        else:
+            cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
         tid = opaque(tid)
-        self.stage_out(views.mma_v, views.dV, Float32(1.0), sdV, self.dv, w, tid)
-        self.stage_out(views.mma_k, views.dK, scale, sdK, self.d, w, tid)
-        cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
-        self.copy_out(sdV, mdV, self.features.head_dim_v, tile, tid)
-        self.copy_out(sdK, mdK, self.features.head_dim, tile, tid)
+        self.stage_out(views.mma_v, views.dV, Float32(1.0), out_v.s, self.dv, w, tid)
+        self.stage_out(views.mma_k, views.dK, scale, out_k.s, self.d, w, tid)
+        if const_expr(self.bulk_out):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=BAR_WG + w, number_of_threads=WG)
+            if warp % 4 == 0:
+                self.bulk_copy_out(out_v, self.dv, tile, w)
+                self.bulk_copy_out(out_k, self.d, tile, w)
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
+            self.copy_out(out_v.s, out_v.mX, self.features.head_dim_v, tile, tid)
+            self.copy_out(out_k.s, out_k.mX, self.features.head_dim, tile, tid)
+
+    @cute.jit
+    def bulk_copy_out(self, out: Gradient, width: cutlass.Constexpr, tile: Tile, w):
+        """TMA clips what lies behind the last key"""
+        smem, gmem = self.rows_of(out.tma, out.s, out.gX, tile.n * self.bn + w * 64, tile.kv_head, tile.span.batch, width)
+        cute.copy(out.tma, smem[None, w], gmem[None, 0])
 
     @cute.jit
     def stage_out(self, mma, acc, factor, s, width: cutlass.Constexpr, w, tid):
