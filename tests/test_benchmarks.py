@@ -192,3 +192,11 @@ def test_accuracy_rows(tmp_path):
     for dtype in ("float16", "bfloat16"):  # float32 inside beats everything stored in 16 bits
         assert 0 < by["attn3", dtype]["rmse"] < by["standard", dtype]["rmse"]
     assert "GPUs only" in by["fa2", "float16"]["error"]
+
+
+def test_backward_variants_are_different_tiles_that_fit() -> None:
+    variants = load("backward_variants")
+    found = list(variants.each(list(variants.VARIANTS), list(variants.DIMS)))
+    assert {name for name, *_ in found} == set(variants.VARIANTS)
+    kernels = {(variants.kernel_of(name), dim, mask): (features, row) for name, dim, mask, features, row in found}
+    assert len(set(kernels.values())) == len(kernels), "the same kernel twice"
