@@ -200,3 +200,32 @@ def test_backward_variants_are_different_tiles_that_fit() -> None:
     assert {name for name, *_ in found} == set(variants.VARIANTS)
     kernels = {(variants.kernel_of(name), dim, mask): (features, row) for name, dim, mask, features, row in found}
     assert len(set(kernels.values())) == len(kernels), "the same kernel twice"
+
+
+def test_the_masks_benchmark_wants_a_gpu_and_both_forms_of_a_mask_agree(monkeypatch, capsys):
+    masks = load("masks")
+    cells = list(masks.cells(["flex", "blocks", "million"], "cpu", (1024,), 2048))
+    assert len(cells) == 1 + 2 * (4 + 7) and {c.head_dim for c in cells} == {64, 128}
+    for case in cells:
+        pattern, n = case.pattern, case.pattern.seqlen
+        q = k = v = torch.zeros(1, n, 1, 8)
+        at = [torch.arange(n)[:, None], torch.arange(n)]
+        p = masks.attn3.problem.Problem.of(q, k, v, mask=pattern.mask)
+        seen = pattern.mod(0, 0, *at)
+        if p.mask_program is not None:
+            zero = torch.zeros((), dtype=torch.int64)
+            assert torch.equal(p.mask_program.visible(zero, zero, *at, p.mask_program.tensors).expand(n, n), seen.expand(n, n))
+        assert pattern.pairs == seen.expand(n, n).sum().item()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        masks.main([])
+    assert "there is no CUDA device" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        masks.main(["--sections", "nothing"])
+
+
+def test_the_kernels_that_the_masks_benchmark_compiles_ahead_know_no_lengths():
+    masks = load("masks")
+    sections, passes = list(masks.SECTIONS), ["forward", "backward"]
+    short, long = (masks.kernels(sections, passes, n) for n in (1024, 2048))
+    assert list(short) == list(long) and 30 < len(short) < 60

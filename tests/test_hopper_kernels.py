@@ -17,7 +17,7 @@ from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, choose
 from attn3.masks import Causal, Columns, DenseMask, MaskFunction
 from attn3.programs import Sizes, lower_mask
-from attn3.scores import Alibi, ScoreFunction, lower_score
+from attn3.scores import Alibi, Bias, ScoreFunction, lower_score
 
 MASKS = {"dense": (False, False), "right": (False, True), "left": (True, True)}
 
@@ -29,11 +29,12 @@ needs_compiler = pytest.mark.skipif(
 
 def tuned_features() -> list[Features]:
     """One kernel for each tuned row and mask kind, and the options that change the loops on top of the common rows."""
+    options = {kind: {"left": left, "right": right} for kind, (left, right) in MASKS.items()} | {"program": {"mask": "documents"}}
     rows = [
-        Features("bfloat16", row.head_dim, row.head_dim_v, left=left, right=right)
+        Features("bfloat16", row.head_dim, row.head_dim_v, **options[kind])
         for row in config.tuned()
         for kind in row.masks
-        for left, right in [MASKS[kind]]
+        if kind != "program" or row.head_dim == row.head_dim_v
     ]
     causal = Features("bfloat16", 128, 128, right=True)
     more = [
@@ -46,7 +47,6 @@ def tuned_features() -> list[Features]:
         replace(causal, left=True, packed=True, sinks=True, head_dim=256, head_dim_v=256),
         Features("float16", 72, 72, right=True, packed=True),
         Features("bfloat16", 64, 64, mask="dense", scores="alibi"),
-        Features("bfloat16", 128, 128, mask="documents"),
         Features("bfloat16", 256, 256, mask="function"),
     ]
     return [*rows, *more]
@@ -72,6 +72,7 @@ def tuned_backward_features() -> list[BackwardFeatures]:
         BackwardFeatures("bfloat16", 64, 64, mask="dense", scores="alibi"),
         BackwardFeatures("bfloat16", 128, 128, mask="documents"),
         BackwardFeatures("bfloat16", 256, 256, right=True, scores="curve"),
+        BackwardFeatures("bfloat16", 128, 128, mask="documents", scores="learned", wanted=(0, 1)),
     ]
     return [*rows, *more, *programs, BackwardFeatures("float16", 72, 40, packed=True)]
 
@@ -124,7 +125,9 @@ def programs_of(features: Features | BackwardFeatures | Fp8Features) -> Programs
         "dense": lambda: DenseMask(torch.zeros(2, 1, 200, 333, dtype=torch.bool)) & Causal(),
     }
     mask, score = getattr(features, "mask", None), getattr(features, "scores", None)
-    scores = {"alibi": Alibi(), "curve": ScoreFunction(lambda s, b, h, q, k: 3.0 * score_math.tanh(s * 0.4))}
+    bias, slopes = torch.zeros(4, 200, 333), torch.zeros(4)
+    scores = {"alibi": Alibi(), "learned": Bias(bias) & Alibi(slopes)}
+    scores |= {"curve": ScoreFunction(lambda s, b, h, q, k: 3.0 * score_math.tanh(s * 0.4))}
     return Programs(mask and lower_mask(masks[mask](), sizes), score and lower_score(scores[score], sizes))
 
 
@@ -171,7 +174,7 @@ def test_machine_code(features: Features) -> None:
 @pytest.mark.parametrize("features", tuned_backward_features(), ids=str)
 def test_backward_machine_code(features: BackwardFeatures) -> None:
     """Counts are over the three kernels of a backward pass; two of them have no products."""
-    check_backward(compile_and_read(features))
+    check_backward(features, compile_and_read(features))
 
 
 VARIANTS = {
@@ -189,14 +192,15 @@ def test_machine_code_of_backward_variants(dim: int, right: bool) -> None:
     """Tiles that no tuned row has (yet)."""
     features = BackwardFeatures("bfloat16", dim, dim, right=right)
     row = config.choose_backward(features)
-    check_backward(compile_and_read(features, replace(row, tile=replace(row.tile, **VARIANTS[dim]))))
+    check_backward(features, compile_and_read(features, replace(row, tile=replace(row.tile, **VARIANTS[dim]))))
 
 
-def check_backward(code: sass.Sass) -> None:
+def check_backward(features: BackwardFeatures, code: sass.Sass) -> None:
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
     assert code.products > 3 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
     assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
-    assert code.reductions == code.reductions // 8 * 8 > 0, "dQ is added 16 bytes at a time"
+    of_scores = 17 if features.wanted else 0  # 16 elements of a bias a thread, and a slope for all of them
+    assert (code.reductions - of_scores) % 8 == 0 and code.reductions > of_scores, "dQ is added 16 bytes at a time"
     assert code.instructions < 7000
 
 
@@ -255,3 +259,28 @@ def test_common_head_dims_get_their_own_row() -> None:
     for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (128, 64)):
         row = config.choose(Features("bfloat16", head_dim, head_dim_v))
         assert (row.head_dim, row.head_dim_v) == (head_dim, head_dim_v)
+
+
+@needs_compiler
+def test_indices_into_captured_tensors_are_whole_numbers_and_no_more_than_dimensions() -> None:
+    from attn3.backends.hopper import compile, launch
+    from attn3.errors import Unsupported
+    from attn3.problem import Problem
+
+    table, q = torch.zeros(4, 333), torch.empty(1, 200, 4, 64, dtype=torch.bfloat16)
+    for function, message in (
+        (lambda s, b, h, q, k: s + table[h, k * 0.5], "whole numbers"),
+        (lambda s, b, h, q, k: s + table[h, k, q], "3 indices into a tensor of 2"),
+    ):
+        p = Problem.of(q, q, q, score=ScoreFunction(function))
+        with pytest.raises(Unsupported, match=message):
+            compile._compile_visibly(launch.features_of(p), Programs(None, p.score_program))
+
+
+def test_an_empty_captured_tensor_is_refused_up_front() -> None:
+    from attn3.backends.hopper import launch
+    from attn3.problem import Problem
+
+    empty, q = torch.zeros(0), torch.empty(1, 200, 4, 64, dtype=torch.bfloat16)
+    p = Problem.of(q, q, q, score=ScoreFunction(lambda s, b, h, q, k: s + empty[k]))
+    assert any("empty tensor" in reason for reason in launch.program_reasons(p))

@@ -98,15 +98,18 @@ def judge(problem: Problem) -> None:
     compare(problem, out, lse)
 
 
-def judge_gradients(problem: Problem) -> None:
+def judge_gradients(problem: Problem, of_score: list[Tensor] | None = None) -> None:
+    """of_score: the tensors of the score, all of which have a gradient."""
     p = problem
+    of_score = of_score or []
     inputs = [t.requires_grad_() for t in (p.q, p.k, p.v, p.sinks) if t is not None]
     dout = torch.randn(p.out_shape(), device="cuda", generator=seeded(7)).to(p.q.dtype)
     dlse = torch.randn(p.lse_shape(), device="cuda", generator=seeded(8))
     with poisoned_memory(problem):
         out, lse = ops.forward(p, "hopper")
-        grads = list(torch.autograd.grad([out, lse], inputs, [dout, dlse]))
-    compare_grads(problem, grads + [None] * (4 - len(grads)), dout, dlse)
+        found = list(torch.autograd.grad([out, lse], [*inputs, *of_score], [dout, dlse]))
+    grads = found[: len(inputs)] + [None] * (4 - len(inputs))
+    compare_grads(problem, grads + found[len(inputs) :], dout, dlse)
 
 
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])
@@ -137,6 +140,42 @@ def test_gradients_of_scores(score: str, mask: str, dim: int) -> None:
     judge_gradients(problem_of(chosen, SCORES[score](), dim=dim))
 
 
+def learned(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, device="cuda", generator=seeded(seed)).requires_grad_()
+
+
+def curve() -> Score:
+    table, factor = learned(HEADS, 64), torch.tensor(0.7, device="cuda", requires_grad=True)
+    return ScoreFunction(lambda s, b, h, q, k: factor * score_math.tanh(s * table[h, (q - k) % 64]) + table[h, (k - q) % 32])
+
+
+LEARNED: dict[str, Callable[[], Score]] = {
+    "bias": lambda: Bias(learned(BATCH, HEADS, ROWS, KEYS)),
+    "bias_for_all": lambda: Bias(learned(1, 1, ROWS, KEYS)),
+    "bias_of_keys": lambda: Bias(learned(KEYS)),
+    "bias_hides": lambda: Bias(torch.where(chance(ROWS, KEYS, density=0.5), 0.5, -torch.inf).requires_grad_()),
+    "alibi": lambda: Alibi(torch.full((HEADS,), 0.05, device="cuda").requires_grad_()),
+    "curve": curve,
+    "all": lambda: Softcap(20.0) & Alibi(torch.full((BATCH, HEADS), 0.05, device="cuda").requires_grad_()) & curve(),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["none", "causal", "documents_causal", "dense_empty_rows"])
+@pytest.mark.parametrize("score", LEARNED)
+def test_gradients_of_what_scores_are_made_of(score: str, mask: str, dim: int) -> None:
+    chosen = {"none": lambda: None, "causal": Causal, **MASKS}[mask]()
+    p = problem_of(chosen, LEARNED[score](), dim=dim)
+    judge_gradients(p, [t for t in p.score.tensors])
+
+
+def test_a_bias_alone_may_want_a_gradient() -> None:
+    p = problem_of(None, Bias(learned(ROWS, KEYS).bfloat16().detach().requires_grad_()))
+    out, _ = ops.forward(p, "hopper")
+    (found,) = torch.autograd.grad(out.float().square().sum(), p.score.tensors)
+    assert found.dtype == torch.bfloat16 and found.shape == (ROWS, KEYS) and found.abs().sum() > 0
+
+
 @pytest.mark.parametrize("score", [None, Softcap(15.0)], ids=repr)
 @pytest.mark.parametrize("mask", ["documents_causal", "dense_empty_rows", "nothing"])
 def test_sinks_and_softcap(mask: str, score: Score | None) -> None:
@@ -152,6 +191,21 @@ def test_scores_that_jump(dim: int) -> None:
     p.k[:, KEYS - 7, 1] = p.q[:, 5, 3] * 400
     out, lse = ops.forward(p, "hopper")
     compare(p, out, lse, slack=4.0)
+
+
+def nearest(index: Tensor, size: int) -> Tensor:
+    """What kernels make of an index of a user's function."""
+    return torch.where(index < 0, index + size, index).clamp(0, size - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_indices_outside_of_a_tensor_read_its_nearest_element(dtype: torch.dtype) -> None:
+    table, far = torch.randn(300, device="cuda", generator=seeded()), whole(-2000, 2000, KEYS, seed=1).to(dtype)
+    q, k = torch.arange(ROWS, device="cuda")[:, None], torch.arange(KEYS, device="cuda")
+    p = problem_of(None, ScoreFunction(lambda s, b, h, q, k: s + table[q - k] + table[far[k]]))
+    spelled = problem_of(None, Bias(table[nearest(q - k, 300)] + table[nearest(far[k], 300)]))
+    for got, want in zip(ops.forward(p, "hopper"), ops.forward(spelled, "hopper"), strict=True):
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-2)
 
 
 def test_a_program_equals_the_window_that_it_spells_out() -> None:

@@ -35,8 +35,11 @@ class UserFunction:
         self.key: Hashable = self._key(function, ())
 
     def bind(self, tensors: Iterable[Any]) -> Callable[..., Any]:
-        """The function with ``tensors`` in the places of those it captured; they may be anything that is indexed alike."""
-        tensors = tuple(tensors)
+        """The function with ``tensors`` in the places of those it captured; they may be anything that is indexed alike.
+
+        Those that have ``guarded()`` are asked for a version that may be indexed with anything: a kernel's tensors check nothing.
+        """
+        tensors = tuple(t.guarded() if hasattr(t, "guarded") else t for t in tensors)
         if all(new is old for new, old in zip(tensors, self.tensors, strict=True)):
             return self.function
         return _Rebinding(self._indices, tensors).of(self.function, ())

@@ -226,6 +226,19 @@ def unpack(words: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class Windowed:
+    """``visible`` of a mask that is a window and something else: kernels ask ``rest``, and make the window's bits by arithmetic."""
+
+    whole: Callable[..., Any]
+    rest: Callable[..., Any]  # without the window
+    left: int | None
+    right: int | None
+
+    def __call__(self, *place: Any) -> Any:
+        return self.whole(*place)
+
+
+@dataclass(frozen=True, eq=False)
 class MaskProgram:
     """A mask that is not a window, lowered for one problem.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Callable, Hashable
+from typing import TYPE_CHECKING, Any, Callable, Hashable, Sequence
 
 from attn3.errors import AttentionError
-from attn3.programs import Classes, Classifier, Grid, Lowering, Sizes, by_evaluation
+from attn3.programs import Classes, Classifier, Grid, Lowering, Sizes, Windowed, by_evaluation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,6 +190,10 @@ def _classify_window(mask: Mask) -> Classifier:
     return classify
 
 
+def _joined(functions: Sequence[Callable[..., Any]], join: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda *place: reduce(join, (function(*place) for function in functions))
+
+
 @dataclass(frozen=True)
 class _Composed(Mask):
     parts: tuple[Mask, ...]
@@ -205,17 +209,6 @@ class _Composed(Mask):
     def own_sizes(self) -> tuple[int, int, int, int]:
         own = (part.own_sizes() for part in self.parts)
         return tuple(max(column) for column in zip(*own, strict=True))  # type: ignore[return-value]
-
-    def _lowered(self, low: Lowering, sign: str, join: Callable[[Any, Any], Any]) -> tuple[Hashable, Callable[..., Any]]:
-        keys, functions = zip(*(part.lower(low) for part in self.parts), strict=True)
-
-        def visible(b: Any, h: Any, q: Any, k: Any, t: Any) -> Any:
-            found = functions[0](b, h, q, k, t)
-            for function in functions[1:]:
-                found = join(found, function(b, h, q, k, t))
-            return found
-
-        return (sign, *keys), visible
 
     def _classified(self, low: Lowering, rows: int, keys: int, join: Callable[[Tensor, Tensor], Tensor]) -> Classifier:
         classifiers = [part.classifier(low, rows, keys) for part in self.parts]
@@ -235,7 +228,22 @@ class And(_Composed):
     """What ``&`` makes of masks that are not windows together. A block may be visited that no query sees, never the reverse."""
 
     def lower(self, low: Lowering) -> tuple[Hashable, Callable[..., Any]]:
-        return self._lowered(low, "&", lambda x, y: x & y)
+        keys, functions = zip(*(part.lower(low) for part in self.parts), strict=True)
+        both = lambda x, y: x & y
+        bounds, rest = [], []
+        for part, function in zip(self.parts, functions, strict=True):
+            if is_window(part):
+                bounds.append(window_of(part))
+            elif isinstance(function, Windowed):
+                bounds.append((function.left, function.right))
+                rest.append(function.rest)
+            else:
+                rest.append(function)
+        visible = _joined(functions, both)
+        if bounds:
+            left, right = (reduce(_tighter, side, None) for side in zip(*bounds, strict=True))
+            visible = Windowed(visible, _joined(rest, both), left, right)
+        return ("&", *keys), visible
 
     def classifier(self, low: Lowering, rows: int, keys: int) -> Classifier:
         return self._classified(low, rows, keys, lambda x, y: x & y)
@@ -249,7 +257,8 @@ class Or(_Composed):
     """What ``|`` makes of two masks. A block may count as partial that has no hidden key, never the reverse."""
 
     def lower(self, low: Lowering) -> tuple[Hashable, Callable[..., Any]]:
-        return self._lowered(low, "|", lambda x, y: x | y)
+        keys, functions = zip(*(part.lower(low) for part in self.parts), strict=True)
+        return ("|", *keys), _joined(functions, lambda x, y: x | y)
 
     def classifier(self, low: Lowering, rows: int, keys: int) -> Classifier:
         return self._classified(low, rows, keys, lambda x, y: x | y)

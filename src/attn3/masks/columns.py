@@ -10,7 +10,7 @@ from torch import Tensor
 from attn3.errors import AttentionError
 from attn3.masks import checks
 from attn3.masks.base import Mask
-from attn3.programs import Classes, Classifier, Grid, Lowering, Sizes, extremes
+from attn3.programs import Classes, Classifier, Grid, Lowering, Sizes, Windowed, extremes
 
 _FORMS = {(True, 1): "start", (True, 2): "start, end", (False, 2): "lower start, upper end",
           (False, 4): "lower start, lower end, upper start, upper end"}  # fmt: skip
@@ -58,21 +58,26 @@ class Columns(Mask):
 
     def lower(self, low: Lowering) -> tuple[Hashable, Callable[..., Any]]:
         t = self.startend_row_indices
-        index, form = low.capture(t), t.shape[-1]
+        form = t.shape[-1]
+        index = low.capture(t[..., 0] if form == 1 else t)  # neighbours for neighbouring keys, where that needs no copy
         many, group = t.shape[0] > 1, None if t.shape[1] == 1 else low.sizes.heads // t.shape[1]
         causal, offset = self.causal, low.offset() if self.causal else None
 
         def visible(b: Any, h: Any, q: Any, k: Any, t: Any) -> Any:
             at = (b if many else 0, 0 if group is None else h // group, k)
+            if form == 1:
+                return q < t[index][at]
             c = [t[index][(*at, i)] for i in range(form)]
             if causal:
-                seen = q < c[0] if form == 1 else (q < c[0]) | (q >= c[1])
-                return seen & (k <= q + offset(b, t))
+                return (q < c[0]) | (q >= c[1])
             if form == 2:
                 return (q < c[0]) & (q >= c[1])
             return ((q < c[0]) | (q >= c[1])) & ((q < c[2]) | (q >= c[3]))
 
-        return ("columns", index, form, causal, many, group), visible
+        key = ("columns", index, form, causal, many, group)
+        if not causal:
+            return key, visible
+        return key, Windowed(lambda b, h, q, k, t: visible(b, h, q, k, t) & (k <= q + offset(b, t)), visible, None, 0)
 
     def classifier(self, low: Lowering, rows: int, keys: int) -> Classifier:
         columns = self.startend_row_indices

@@ -127,7 +127,12 @@ class HopperBackend:
     def backward(
         self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.backward_of_scores(problem, dout, out, lse, dlse, ())[:4]
+
+    def backward_of_scores(
+        self, problem: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, wanted: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
         from attn3.backends.hopper import launch_backward
 
         deterministic = problem.deterministic or torch.are_deterministic_algorithms_enabled()
-        return launch_backward.backward(problem, dout, out, lse, dlse, deterministic)
+        return launch_backward.backward(problem, dout, out, lse, dlse, deterministic, wanted)

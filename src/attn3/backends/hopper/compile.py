@@ -231,6 +231,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow, programs: Programs) 
         vector(sequences, given=features.seqused_q),
         vector(sequences, given=features.seqused_k),
         *_of_programs(programs, batch, heads),
+        tuple(_like(programs.score.tensors[i], torch.float32) for i in features.wanted) or None,
         Float32(1.0), Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(132),
     ]  # fmt: skip
 
@@ -265,16 +266,20 @@ def _of_programs(programs: Programs, batch: Any, heads: Any) -> tuple[Any, tuple
     from cutlass import Int32
     from cutlass.cute.runtime import make_fake_tensor
 
-    def like(t: Tensor) -> Any:
-        strides = (*(cute.sym_int64() for _ in t.shape[1:]), 1)
-        shape = tuple(cute.sym_int() for _ in t.shape) or (1,)
-        return make_fake_tensor(_element(t.dtype), shape, strides, assumed_align=t.element_size())
-
-    captured = (tuple(like(t) for t in p.tensors) or None if p is not None else None for p in programs)
+    captured = (tuple(_like(t, t.dtype) for t in p.tensors) or None if p is not None else None for p in programs)
     if programs.mask is None:
         return None, *captured
     shape, strides = (batch, heads, cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64(), cute.sym_int64(), 1)
     return make_fake_tensor(Int32, shape, strides, assumed_align=4), *captured
+
+
+def _like(t: Tensor, dtype: torch.dtype) -> Any:
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    strides = (*(cute.sym_int64() for _ in t.shape[1:]), 1)
+    shape = tuple(cute.sym_int() for _ in t.shape) or (1,)
+    return make_fake_tensor(_element(dtype), shape, strides, assumed_align=dtype.itemsize)
 
 
 def _element(dtype: torch.dtype) -> Any:

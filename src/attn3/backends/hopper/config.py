@@ -87,7 +87,7 @@ class TunedRow:
 
     head_dim: int
     head_dim_v: int
-    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left"
+    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", and "program" of masks and scores
     tile: Tile
     provenance: str
 
@@ -116,7 +116,7 @@ def tile_dim(head_dim: int) -> int:
 def choose(features: Features) -> TunedRow:
     """The tuned row of a problem class: the smallest tile widths that hold both head dims."""
     program = features.mask is not None or features.scores is not None
-    kind = "left" if features.left or program else "right" if features.right else "dense"
+    kind = "program" if program else "left" if features.left else "right" if features.right else "dense"
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
@@ -147,6 +147,7 @@ class BackwardFeatures:
     mask: Hashable | None = None  # as in ``Features``
     scores: Hashable | None = None
     cap: float | None = None
+    wanted: tuple[int, ...] = ()  # tensors of the score program that get gradients
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if getattr(self, f.name)]

@@ -133,10 +133,17 @@ def program_reasons(p: Problem) -> list[str]:
         reasons.append(f"{name} over packed sequences is not supported on the GPU; pad them to a dense batch, or use backend='cpu'")
     if p.seqused_q is not None or p.seqused_k is not None:
         reasons.append(f"{name} with used lengths is not supported on the GPU; put them into the mask, or use backend='cpu'")
-    if p.mask_program is not None and p.needs_grad and (p.deterministic or torch.are_deterministic_algorithms_enabled()):
+    for of, program in ((p.mask, p.mask_program), (p.score, p.score_program)):
+        if program is not None and not all(t.numel() for t in program.tensors):
+            reasons.append(f"{of!r} holds an empty tensor, of which a kernel can read nothing; leave it out, or use backend='cpu'")
+    deterministic = p.deterministic or torch.are_deterministic_algorithms_enabled()
+    if p.mask_program is not None and p.needs_grad and deterministic:
         reasons.append(f"gradients that repeat bitwise are not supported under {p.mask!r} on the GPU; use backend='cpu'")
-    if p.score_program is not None and torch.is_grad_enabled() and p.score_program.needs_grad:
-        reasons.append(f"{p.score!r} needs gradients of its own tensors, which the GPU does not compute; use backend='cpu'")
+    if p.score_program is not None and torch.is_grad_enabled() and p.score_program.needs_grad and deterministic:
+        reasons.append(
+            f"{p.score!r} needs gradients of its own tensors, which the GPU sums in no fixed order; pass deterministic=False, or"
+            " use backend='cpu'"
+        )
     return reasons
 
 

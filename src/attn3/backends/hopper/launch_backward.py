@@ -17,17 +17,26 @@ if TYPE_CHECKING:
     from attn3.problem import Problem
 
 L2_BYTES = 32 << 20  # all that the KV heads whose tiles are handed out together read and add to stays below this
-Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None", list[Tensor]]
 
 
-def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, deterministic: bool) -> Gradients:
+def backward(
+    p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, deterministic: bool, wanted: tuple[int, ...] = ()
+) -> Gradients:
+    """(dq, dk, dv, dsinks, gradients of the ``wanted`` tensors of the score program)"""
     q, k, v = p.q, p.k, p.v
+    of_scores = [p.score_program.tensors[i] for i in wanted]
+    sums = [t.new_zeros(t.shape or (1,), dtype=torch.float32) for t in of_scores]
+    converted = lambda: [s.to(t.dtype).view(t.shape) for s, t in zip(sums, of_scores, strict=True)]
     if q.numel() == 0 or out.numel() == 0 or k.shape[-3] == 0:
         dsinks = None if p.sinks is None else _of_rows_without_keys(p, dlse)
-        return torch.zeros_like(q, memory_format=torch.contiguous_format), *(t.new_zeros(t.shape) for t in (k, v)), dsinks
+        dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        return dq, *(t.new_zeros(t.shape) for t in (k, v)), dsinks, converted()
     if deterministic and p.mask_program is not None:
         raise Unsupported(f"gradients that repeat bitwise are not supported under {p.mask!r} on the GPU; pass deterministic=False")
-    features = features_of(p, dlse is not None, deterministic)
+    if deterministic and wanted:
+        raise Unsupported(f"{p.score!r} has gradients that are summed in no fixed order on the GPU; pass deterministic=False")
+    features = features_of(p, dlse is not None, deterministic, wanted)
     row = config.choose_backward(features)
     block_rows = row.tile.block_queries
     tiles = q.shape[0] // block_rows + p.batch + 1 if p.packed else -(-q.shape[1] // block_rows) * p.batch
@@ -59,9 +68,9 @@ def backward(p: Problem, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | 
             for_tma(q), for_tma(k), for_tma(v), for_tma(out), for_tma(dout.to(q.dtype)),
             lse, None if dlse is None else dlse.float(), dq, dk, dv, stats, work, counter, turns, *vectors,
             block_map, captured(p.mask_program, q.device), captured(p.score_program, q.device),
-            c, inner, p.scale, left or 0, right or 0, section, processors,
+            tuple(sums) or None, c, inner, p.scale, left or 0, right or 0, section, processors,
         )  # fmt: skip
-    return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows)
+    return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows), converted()
 
 
 def heads_at_once(p: Problem, block_keys: int, processors: int) -> int:
@@ -71,7 +80,7 @@ def heads_at_once(p: Problem, block_keys: int, processors: int) -> int:
     return max(1, L2_BYTES // bytes_of_one, processors // -(-p.k.shape[1] // block_keys))
 
 
-def features_of(p: Problem, dlse: bool = False, deterministic: bool = False) -> BackwardFeatures:
+def features_of(p: Problem, dlse: bool = False, deterministic: bool = False, wanted: tuple[int, ...] = ()) -> BackwardFeatures:
     left, right = p.window
     return BackwardFeatures(
         dtype=str(p.q.dtype).removeprefix("torch."),
@@ -88,6 +97,7 @@ def features_of(p: Problem, dlse: bool = False, deterministic: bool = False) -> 
         mask=None if p.mask_program is None else p.mask_program.key,
         scores=None if p.score_program is None else p.score_program.key,
         cap=None if p.score_program is None else p.softcap,
+        wanted=wanted,
     )
 
 

@@ -90,6 +90,7 @@ class Place(NamedTuple):
     query_length: Any = None
     captured: Any = None  # tensors, by the mask program and by the score program
     captured_by_scores: Any = None
+    gradients: Any = None  # sums for some of the latter
 
 
 class Grid(NamedTuple):
@@ -201,6 +202,7 @@ class BackwardKernel:
         block_map: cute.Tensor | None,  # (batch, heads, tiles of keys, words) int32: see maps.py
         captured: tuple | None,  # tensors, by the mask program and by the score program
         captured_by_scores: tuple | None,
+        gradients: tuple | None,  # float32 sums, shaped like those of ``captured_by_scores`` that get gradients
         c: Float32,  # factor of the scores in the exponent, log2(e) included; not 0
         inner: Float32,  # softcap: S <- tanh(inner S)
         scale: Float32,  # factor of dQ and dK
@@ -254,8 +256,8 @@ class BackwardKernel:
             out_v = Gradient(view(mdV), *cpasync.make_tiled_tma_atom(bulk, view(mdV), layouts["v"], (64, self.dv)))
         self.main(
             tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, mdQ, out_k, out_v, stats, work, counter, turns, seqs, block_map,
-            captured, captured_by_scores, mma_s, mma_p, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections, key_tiles,
-            slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
+            captured, captured_by_scores, gradients, mma_s, mma_p, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections,
+            key_tiles, slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
@@ -291,7 +293,7 @@ class BackwardKernel:
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_do: cute.CopyAtom, gdO: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
         tma_v: cute.CopyAtom, gV: cute.Tensor, mdQ: cute.Tensor, out_k: Gradient, out_v: Gradient, stats: cute.Tensor,
         work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
-        captured: tuple | None, captured_by_scores: tuple | None,
+        captured: tuple | None, captured_by_scores: tuple | None, gradients: tuple | None,
         mma_s: cute.TiledMma, mma_p: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
         c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, sections: schedule.Sections,
         key_tiles: Int32, slots: Int32, kv_heads_div: cute.FastDivmodDivisorV2, kv_heads: Int32, group: Int32, tiles: Int32,
@@ -447,8 +449,9 @@ class BackwardKernel:
                 place = Place(key, column, span.key_length - span.query_length, span.key_length, *bounds)
                 if const_expr(self.programs):
                     place = place._replace(
-                        batch=span.batch, query_length=span.query_length, captured=captured, captured_by_scores=captured_by_scores
-                    )
+                        batch=span.batch, query_length=span.query_length, captured=captured,
+                        captured_by_scores=captured_by_scores, gradients=gradients,
+                    )  # fmt: skip
                 views.dK.fill(0.0)
                 views.dV.fill(0.0)
                 pipes = Pipes(pipe_q, pipe_do)
@@ -699,13 +702,14 @@ class BackwardKernel:
         slot_do, slot_q = dos.index * self.units + u, qs.index * self.units + u
         issue(views.mma_p, dP, views.rV, views.rdO[None, None, None, slot_do], True)
         bits = self.look(S_mn, masked, place, head, first_row)
-        slope = self.change(S_mn, place, head, first_row, inner)
+        slope, raw = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
         if masked:
             self.hide(S_mn, bits, place, first_row)
         pack(S, P16)
         issue(views.mma_v, views.dV, as_a_operand(P16), views.rdOt[None, None, None, slot_do], False)
         warpgroup.wait_group(1)  # dP; dV is still running
+        self.add_gradients(raw, S_mn, dP_mn, stat + self.bm, place, head, first_row, inner)
         self.slopes(S_mn, dP_mn, stat + self.bm, slope, c)
         pack(dP, dS16)
         if const_expr(first):
@@ -751,13 +755,14 @@ class BackwardKernel:
         stat = sStat.iterator + (qs.index * 2 * self.bm + place.column)
         issue(views.mma_p, dP, views.rV, views.rdO[None, None, None, dos.index], True)
         bits = self.look(S_mn, masked, place, head, first_row)
-        slope = self.change(S_mn, place, head, first_row, inner)
+        slope, raw = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
         if masked:
             self.hide(S_mn, bits, place, first_row)
         pack(S, P16)
         cute.copy(views.to_smem, views.to_smem.retile(P16), views.P_dst[None, None, None, qs.index])
         warpgroup.wait_group(0)  # dP
+        self.add_gradients(raw, S_mn, dP_mn, stat + self.bm, place, head, first_row, inner)
         self.slopes(S_mn, dP_mn, stat + self.bm, slope, c)
         pack(dP, dS16)
         cute.copy(views.to_smem, views.to_smem.retile(dS16), views.dS_dst[None, None, None, qs.index])
@@ -813,9 +818,11 @@ class BackwardKernel:
 
     @cute.jit
     def change(self, S_mn, at: Place, head, first_row, inner):
-        """S <- the score that a score program makes of it. Returns the slope of each, None where all are 1."""
+        """S <- the score that a score program makes of it. Returns the slope of each, None where all are 1, and what S was, None
+        where nobody asks.
+        """
         if const_expr(self.score_program is None):
-            return None
+            return None, None
         slope = None
         if const_expr(self.features.softcap):
             slope = cute.make_rmem_tensor_like(S_mn)
@@ -823,9 +830,23 @@ class BackwardKernel:
             for r in cutlass.range_constexpr(2):
                 for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
                     slope[r, j] = 1.0 - S_mn[r, j] * S_mn[r, j]
+        raw = None
+        if const_expr(self.features.wanted):
+            raw = cute.make_rmem_tensor_like(S_mn)
+            raw.store(S_mn.load())
         scale = inner if const_expr(self.features.cap is None) else self.features.cap
         here = mask.Rectangle(at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True)
-        return score.apply_program_and_slope(S_mn, slope, here, scale, self.score_program, at.captured_by_scores)
+        return score.apply_program_and_slope(S_mn, slope, here, scale, self.score_program, at.captured_by_scores), raw
+
+    @cute.jit
+    def add_gradients(self, raw, P_mn, dP_mn, stat, at: Place, head, first_row, inner):
+        """The gradients of tensors that a score program has captured, from dP' and P'."""
+        if const_expr(raw is not None):
+            scale = inner if const_expr(self.features.cap is None) else self.features.cap
+            here = mask.Rectangle(at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True)
+            score.add_gradients(
+                raw, P_mn, dP_mn, stat, here, scale, self.score_program, at.captured_by_scores, self.features.wanted, at.gradients
+            )
 
     @cute.jit
     def hide(self, P_mn, bits, at: Place, first_row):

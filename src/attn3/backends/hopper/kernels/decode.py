@@ -29,7 +29,6 @@ from attn3.backends.hopper.parts.softmax import LN2, NEG_INF
 
 ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 BAR = 1  # named barrier of the attending warpgroup
-EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
 DEEP = 16  # loads of a merging thread in flight
 PANEL = 64  # 16-bit columns that lie side by side in shared memory: a swizzled row of 128 bytes
 
@@ -283,8 +282,6 @@ class DecodeKernel:
         numbers, places = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
         while at < stretch.end:
             run, batch, base = self.run_at(lengths, stretch, at, batch, base)
-            # the other tiles of a KV head will read the same keys again
-            policy = Int64(EVICT_FIRST) if run.query_length * lengths.group <= ROWS else Int64(EVICT_NORMAL)
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 for i in cutlass.range_constexpr(count):
                     key = cutlass.max(cutlass.min(n * BLOCK + i * box, run.last_key - 1), run.first_key)
@@ -293,9 +290,7 @@ class DecodeKernel:
                 for boxes, targets, ring in ((boxes_k, tKs, rings.k), (boxes_v, tVs, rings.v)):
                     ring.producer_acquire(st)
                     for i in cutlass.range_constexpr(count):
-                        self.fetch(
-                            boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st), policy
-                        )
+                        self.fetch(boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st))
                 st.advance()
             at = at + run.units
 
@@ -308,12 +303,12 @@ class DecodeKernel:
         return cute.make_tensor(sX.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
-    def fetch(self, boxes, targets, head, number, place, i: cutlass.Constexpr, stage, bar, policy):
+    def fetch(self, boxes, targets, head, number, place, i: cutlass.Constexpr, stage, bar):
         tile = (self.features.box, PANEL)
         source = cute.local_tile(boxes.tensor[None, None, head, number], tile, (place, None))  # (box, PANEL, panel)
         tXs, tXg = cpasync.tma_partition(boxes.atom, 0, cute.make_layout(1), targets, cute.group_modes(source, 0, 2))
         for panel in cutlass.range_constexpr(cute.size(targets, mode=[1])):
-            cute.copy(boxes.atom, tXg[None, panel], tXs[None, panel, i, stage], tma_bar_ptr=bar, cache_policy=policy)
+            cute.copy(boxes.atom, tXg[None, panel], tXs[None, panel, i, stage], tma_bar_ptr=bar)
 
     def staging_layout(self):
         """(16 bytes, thread, which of its pieces, block): a thread reads what it has loaded itself, so that nobody waits."""
@@ -428,18 +423,24 @@ class DecodeKernel:
         chunks = const_expr(dim // 16)
         bytes16, wide = cute.make_rmem_tensor(16, Uint8), cute.make_rmem_tensor((8, 2), self.dtype)
         words, pairs = cute.recast_tensor(bytes16, Int32), cute.recast_tensor(wide, Int32)
+        ordered = cute.make_rmem_tensor(8, self.dtype)
+        halves = cute.recast_tensor(ordered, Int32)
         for i in cutlass.range_constexpr(self.pieces(dim)):
             flat = lane + 32 * i
             row, chunk = flat // chunks, flat % chunks
             cute.autovec_copy(staging[None, tid, first_piece + i, staged], bytes16)
             for j in cutlass.range_constexpr(4):
                 pairs[2 * j], pairs[2 * j + 1] = widen_word(words[j], self.dtype)
-            if const_expr(16 * chunks % 32 == 0):
-                for half in cutlass.range_constexpr(2):
-                    cute.autovec_copy(wide[None, half], tX[16 * warp + row, 2 * chunk + half, None, stage])
-            elif row < 16:
-                for half in cutlass.range_constexpr(2):
-                    cute.autovec_copy(wide[None, half], tX[16 * warp + row, 2 * chunk + half, None, stage])
+            # eight neighbouring threads write to every other chunk of two panels, which lie in the same banks: those of the
+            # second panel write their second chunk first
+            swap = chunk // 4 % 2
+            for half in cutlass.range_constexpr(2):
+                for j in cutlass.range_constexpr(4):
+                    halves[j] = pairs[4 * half + j] if swap == 0 else pairs[4 * (1 - half) + j]
+                if const_expr(16 * chunks % 32 == 0):
+                    cute.autovec_copy(ordered, tX[16 * warp + row, 2 * chunk + (swap ^ half), None, stage])
+                elif row < 16:
+                    cute.autovec_copy(ordered, tX[16 * warp + row, 2 * chunk + (swap ^ half), None, stage])
 
     # ------------------------------------------------------------------------------------------------------- attending
     @cute.jit

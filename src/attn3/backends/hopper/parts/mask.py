@@ -8,6 +8,7 @@ from cutlass import Constexpr, Float32, Int32, const_expr
 
 from attn3.backends.hopper.parts.program import ask
 from attn3.masks import visible_range
+from attn3.programs import Windowed
 
 NEG_INF = -float("inf")
 
@@ -45,23 +46,49 @@ def look(bits, columns: Constexpr, at: Rectangle, visible: Constexpr, tensors):
     It is asked about positions in use only, so that it may index what it has captured. The loop is not unrolled: ptxas would start
     every load at once and run out of registers.
     """
+    rest = visible.rest if const_expr(isinstance(visible, Windowed)) else visible
     rows = [cutlass.min(at.row + 8 * r, at.last_row) for r in range(2)]
     bits.fill(0)
-    at_once = columns // 4  # a whole number of 8-column groups, of which a thread has two
+    at_once = columns // 4  # a whole number of 8-column groups, of which a thread has two columns
     for step in cutlass.range(4, unroll=1):
         first = at.column + step * (4 * at_once)
         some = [Int32(0), Int32(0)]
         for j in cutlass.range_constexpr(at_once):
-            column = first + (j // 2 * 8 + j % 2)
-            inside = cutlass.min(column, at.last_column)
+            inside = cutlass.min(first + (j // 2 * 8 + j % 2), at.last_column)
             for r in cutlass.range_constexpr(2):
                 q, k = (inside, rows[r]) if const_expr(at.by_key) else (rows[r], inside)
-                seen = ask(visible, (at.batch, at.head, q, k), tensors)
-                some[r] = some[r] | (Int32(1 << j) if (column <= at.last_column) & seen else Int32(0))
+                seen = ask(rest, (at.batch, at.head, q, k), tensors)
+                some[r] = some[r] | (Int32(1 << j) if seen else Int32(0))
         for r in cutlass.range_constexpr(2):
             bits[r] = bits[r] | some[r] << (step * at_once)
     for r in cutlass.range_constexpr(2):
-        bits[r] = bits[r] if at.row + 8 * r <= at.last_row else Int32(0)
+        begin, end = window_of_row(at.row + 8 * r, at, visible)
+        inside = up_to(end - at.column, columns)
+        if const_expr(begin is not None):
+            inside = inside & ~up_to(begin - at.column, columns)
+        bits[r] = bits[r] & inside if at.row + 8 * r <= at.last_row else Int32(0)
+
+
+@cute.jit
+def window_of_row(row, at: Rectangle, visible: Constexpr):
+    """(first column or None, end) of those that exist and that the window of a mask lets a row have"""
+    begin, end = None, at.last_column + 1
+    if const_expr(isinstance(visible, Windowed)):
+        # query i sees keys i + offset - left … i + offset + right
+        middle = row + at.last_column - at.last_row
+        before, behind = (visible.right, visible.left) if const_expr(at.by_key) else (visible.left, visible.right)
+        if const_expr(behind is not None):
+            end = cutlass.min(end, middle + behind + 1)
+        if const_expr(before is not None):
+            begin = middle - before
+    return begin, end
+
+
+@cute.jit
+def up_to(end, columns: Constexpr):
+    """The bits of a thread's columns before ``end``; column j lies at 8 (j // 2) + j % 2."""
+    count = cutlass.min(cutlass.max((end >> 3) * 2 + cutlass.min(end & 7, 2), 0), columns)
+    return Int32(-1) if count >= 32 else (Int32(1) << count) - 1
 
 
 @cute.jit

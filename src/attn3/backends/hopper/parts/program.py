@@ -6,9 +6,10 @@ indexed alike, those without a dimension are their value, and ``attn3.score_math
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,6 +29,8 @@ class Number:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """torch's functions, where somebody wrote them in the place of score_math's."""
+        if any(isinstance(x, score_math.Dual) for x in args):
+            return NotImplemented  # a dual has its own rules
         name = getattr(function, "__name__", "")
         if name not in _TORCH or kwargs:
             raise NotImplementedError(f"torch.{name} is not among the functions that kernels have: {', '.join(_TORCH)}")
@@ -61,7 +64,11 @@ class Number:
 
 
 def _operator(op: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    return lambda x, y: wrap(op(x.value, bare(y))), lambda x, y: wrap(op(bare(y), x.value))
+    dual = lambda y: isinstance(y, score_math.Dual)  # which knows what to do with a number beside it
+    return (
+        lambda x, y: NotImplemented if dual(y) else wrap(op(x.value, bare(y))),
+        lambda x, y: NotImplemented if dual(y) else wrap(op(bare(y), x.value)),
+    )
 
 
 for _name in ("add", "sub", "mul", "floordiv", "truediv", "and_", "or_", "xor", "lshift", "rshift"):
@@ -84,21 +91,118 @@ def bare(x: Any) -> Any:
 
 
 class Captured:
-    """A captured tensor."""
+    """A captured tensor, or what is left of it behind some indices.
 
-    def __init__(self, tensor: cute.Tensor):
-        self.tensor = tensor
+    Our own masks and scores index what was checked against the call. What a user's function indexes is ``guarded``: a negative
+    index counts from the end, as everywhere in Python, and one that is still outside is moved to the nearest element.
+    """
+
+    def __init__(self, tensor: cute.Tensor, guard: bool = False, before: tuple[Any, ...] = ()):
+        self.tensor, self.guard, self.before = tensor, guard, before
+
+    def like(self, guard: bool, before: tuple[Any, ...]) -> Captured:
+        return Captured(self.tensor, guard, before)
+
+    def guarded(self) -> Captured:
+        return self.like(True, self.before)
 
     def __getitem__(self, at: Any) -> Any:
-        at = at if isinstance(at, tuple) else (at,)
-        return wrap(self.tensor[tuple(bare(i) for i in at)])
+        at = self.before + (at if isinstance(at, tuple) else (at,))
+        if len(at) > len(self.tensor.shape):
+            raise TypeError(f"{len(at)} indices into a tensor of {len(self.tensor.shape)} dimensions")
+        if len(at) < len(self.tensor.shape):
+            return self.like(self.guard, at)
+        return self.read(at, tuple(self._index(i, n) for i, n in zip(at, self.tensor.shape, strict=True)))
+
+    def read(self, at: tuple[Any, ...], place: tuple[Any, ...]) -> Any:
+        """The element at ``place``, which is what became of the indices ``at``."""
+        return wrap(self.tensor[place])
+
+    def _index(self, i: Any, size: Any) -> Any:
+        i = bare(i)
+        if isinstance(i, bool) or not isinstance(i, (int, cutlass.Integer)) or isinstance(i, Boolean):
+            raise TypeError(f"an index of a captured tensor is {type(i).__name__}; kernels index with whole numbers only")
+        if not self.guard:
+            return i
+        if isinstance(i, int):
+            return cutlass.min(Int32(i), size - 1) if i >= 0 else cutlass.max(size + i, 0)
+        kind = type(i) if i.width > 32 else Int32  # narrow ones could not hold the size
+        i, size = kind(i), kind(size)
+        return cutlass.max(cutlass.min(_select(i < 0, i + size, i), size - 1), kind(0))
 
 
 def ask(function: Callable[..., Any], place: tuple[Any, ...], tensors: tuple[cute.Tensor, ...] | None, *first: Any) -> Any:
     """``function(*first, b, h, q, k, tensors)``; place: (b, h, q, k)."""
-    # compile.py describes a tensor without dimensions as one element, and no other tensor as of a static size
-    captured = tuple(wrap(t[0]) if isinstance(t.shape[0], int) else Captured(t) for t in tensors or ())
-    return bare(function(*map(wrap, first), *(Number(Int32(i)) for i in place), captured))
+    return bare(function(*map(wrap, first), *(Number(Int32(i)) for i in place), tuple(map(_captured, tensors or ()))))
+
+
+# ---- gradients of what a score has captured
+
+
+class Term(NamedTuple):
+    """One element that a score was computed from, and the derivative of the score with respect to it."""
+
+    slope: Any
+    tensor: int  # which of the captured ones
+    place: tuple[Any, ...]
+    same_for_all: bool  # every query and key of a head reads it
+
+
+class _Watched(Captured):
+    """A captured tensor that notes who reads what. The read of number ``reads.target`` comes with a derivative of 1."""
+
+    def __init__(self, tensor: cute.Tensor, index: int, reads: _Reads, guard: bool = False, before: tuple[Any, ...] = ()):
+        super().__init__(tensor, guard, before)
+        self.index, self.reads = index, reads
+
+    def like(self, guard: bool, before: tuple[Any, ...]) -> Captured:
+        return _Watched(self.tensor, self.index, self.reads, guard, before)
+
+    def read(self, at: tuple[Any, ...], place: tuple[Any, ...]) -> Any:
+        return self.reads.note(super().read(at, place), self.index, at, place)
+
+
+class _Reads:
+    def __init__(self, target: int, of_heads: tuple[Any, ...]):
+        self.target, self.of_heads, self.count, self.found = target, of_heads, 0, None
+
+    def note(self, value: Any, index: int, at: tuple[Any, ...], place: tuple[Any, ...]) -> Any:
+        self.count += 1
+        if self.count - 1 != self.target:
+            return value
+        self.found = index, place, all(isinstance(i, int) or any(i is known for known in self.of_heads) for i in at)
+        return score_math.Dual(value, 1.0)
+
+
+def terms(program: Any, place: tuple[Any, ...], tensors: tuple[cute.Tensor, ...], wanted: tuple[int, ...], s: Any) -> list[Term]:
+    """All elements of the ``wanted`` tensors that the new score of s depends on: each step is traced once more for each read."""
+    at = tuple(Number(Int32(i)) for i in place)
+    scores = [s]
+    for step in program.parts:
+        scores.append(Float32(ask(step.apply, place, tensors, scores[-1])))
+    found, behind = [], 1.0  # behind: the derivative of all later steps
+    for step, s in reversed(list(zip(program.parts, scores[:-1], strict=True))):
+        for n in itertools.count():
+            reads = _Reads(n, at[:2])
+            captured = tuple(_watched(t, i, reads) if i in wanted else _captured(t) for i, t in enumerate(tensors))
+            new = step.apply(wrap(s), *at, captured)
+            if reads.found is None:
+                break
+            if isinstance(new, score_math.Dual):
+                index, where_, same = reads.found
+                found.append(Term(bare(new.slope * behind), index, where_, same))
+        if step is not program.parts[0]:
+            behind = wrap(ask(step.derivative, place, tensors, s)) * behind
+    return found
+
+
+def _watched(t: cute.Tensor, index: int, reads: _Reads) -> Any:
+    return reads.note(wrap(t[0]), index, (0,), (0,)) if isinstance(t.shape[0], int) else _Watched(t, index, reads)
+
+
+def _captured(t: cute.Tensor) -> Any:
+    """compile.py describes a tensor without dimensions as one element, and no other tensor as of a static size"""
+    return wrap(t[0]) if isinstance(t.shape[0], int) else Captured(t)
 
 
 # ---- attn3.score_math

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, const_expr
 
-from attn3.backends.hopper.parts.program import ask
+from attn3.backends.hopper.parts.program import ask, terms
 
 LOG2_E = math.log2(math.e)
 
@@ -64,3 +64,44 @@ def apply_program_and_slope(S_mn, slope, at, scale, program: Constexpr, tensors)
                 slope[r, j] = slope[r, j] * d
             S_mn[r, j] = Float32(ask(program.apply, place, tensors, s))
     return slope
+
+
+def add_gradients(raw, P_mn, dP_mn, stat, at, scale, program, tensors, wanted, buffers):
+    """Adds to ``buffers`` the gradients of the ``wanted`` tensors of a program: dS times the derivative of each score by what it
+    was computed from. raw: S before the program; stat: where the rows' delta lies.
+
+    An element that all queries and keys of a head read is added up in registers first.
+    """
+    pair = cute.make_rmem_tensor(2, Float32)
+    sums = {}
+    for j in range(cute.size(P_mn, mode=[1])):
+        if j % 2 == 0:
+            cute.autovec_copy(cute.make_tensor((stat + 4 * j).align(8), cute.make_layout(2)), pair)
+        column = at.column + (j // 2 * 8 + j % 2)
+        for r in range(2):
+            row = at.row + 8 * r
+            p = P_mn[r, j]
+            real = (p > 0.0) & (row <= at.last_row) & (column <= at.last_column)
+            ds = p * (dP_mn[r, j] - pair[j % 2])
+            place = at.batch, at.head, cutlass.min(column, at.last_column), cutlass.min(row, at.last_row)
+            for n, term in enumerate(terms(program, place, tensors, wanted, raw[r, j] * scale)):
+                value, buffer = ds * Float32(term.slope), buffers[wanted.index(term.tensor)]
+                if term.same_for_all:
+                    before, _ = sums.get(n, (Float32(0.0), None))
+                    sums[n] = before + _or_zero(real, value), (buffer, term.place)
+                else:
+                    _add(real, buffer, term.place, value)
+    for value, (buffer, place) in sums.values():
+        _add(cute.arch.lane_idx() == 0, buffer, place, cute.arch.warp_reduction_sum(value))
+
+
+@cute.jit
+def _or_zero(condition, x):
+    return x if condition else Float32(0.0)
+
+
+@cute.jit
+def _add(condition, buffer, place, value):
+    if condition:
+        at = buffer.iterator + cute.crd2idx(place, buffer.layout)
+        cute.arch.inline_ptx("red.global.add.f32 [{$r0}], {$r1};", read_only_args=[at.toint(), value])
