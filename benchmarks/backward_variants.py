@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what differs from the tuned tile; the
     "finish-bulk": {"finish": True, "bulk_out": True},
     "finish-bulk-vreg": {"finish": True, "bulk_out": True, "v_in_registers": True},
     "det": {},
+    "head-by-head": {"section": 1},  # the base's kernel; grouped heads only
 }  # with finish, gradients repeat as they are: det-finish would be the same kernel
 DIMS, MASKS, LENGTHS, TOKENS, HIDDEN = (64, 128, 256), ("dense", "causal"), (1024, 4096, 16384), 16384, 2048
 LIMIT = 6e-3  # RMS error against float32, relative; rounding to bfloat16 alone is 2.4e-3
@@ -44,7 +45,7 @@ SMALL = ((2, 1024, 1024, 4, 2), (1, 300, 777, 4, 4), (2, 777, 300, 2, 1), (1, 64
 
 def variant(name: str, dim: int, mask: str) -> tuple[BackwardFeatures, BackwardRow] | None:
     """None where it is the base, or does not fit."""
-    changes = dict(VARIANTS[name])
+    changes = {field: value for field, value in VARIANTS[name].items() if field != "section"}
     if changes.get("v_in_registers") and dim != 64 or changes.get("bulk_out") and dim == 256:
         return None
     features = BackwardFeatures("bfloat16", dim, dim, right=mask == "causal", deterministic=name.startswith("det"))
@@ -68,10 +69,14 @@ def each(names: list[str], dims: list[int]) -> Iterator[tuple[str, int, str, Bac
                     yield name, dim, mask, *found
 
 
+def kernel_of(name: str) -> str:
+    return "base" if "section" in VARIANTS[name] else name
+
+
 def build(folder: Path, names: list[str], dims: list[int]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, dim, mask, features, row in each(names, dims):
-        library = folder / f"{name}-{dim}-{mask}.so"
+        library = folder / f"{kernel_of(name)}-{dim}-{mask}.so"
         if library.exists():
             continue
         compiled = compile.build(features, row)
@@ -82,7 +87,12 @@ def build(folder: Path, names: list[str], dims: list[int]) -> None:
         print(library.name, flush=True)
 
 
-def run(features: BackwardFeatures, row: BackwardRow, kernel: Callable, p: Problem, dout: Tensor, out: Tensor, lse: Tensor):
+def run(
+    name: str, features: BackwardFeatures, row: BackwardRow, kernel: Callable, p: Problem, dout: Tensor, out: Tensor, lse: Tensor
+):
+    if "section" in VARIANTS[name]:
+        original, section = kernel, VARIANTS[name]["section"]
+        kernel = lambda *arguments: original(*arguments[:-2], section, arguments[-1])
     launch_backward.config.choose_backward = lambda _features: row
     compile._kernels[features] = kernel
     return launch_backward.backward(p, dout, out, lse, None, features.deterministic)[:3]
@@ -169,9 +179,9 @@ def main() -> None:
         parser.error("pass --build FOLDER to compile, or --kernels FOLDER on a machine with a Hopper GPU")
     kernels = {}
     for name, dim, mask, features, row in list(each(names, dims)):
-        library = args.kernels / f"{name}-{dim}-{mask}.so"
+        library = args.kernels / f"{kernel_of(name)}-{dim}-{mask}.so"
         if library.exists():
-            kernels[name, dim, mask] = partial(run, features, row, compile.load_library(library))
+            kernels[name, dim, mask] = partial(run, name, features, row, compile.load_library(library))
     failed = check(kernels, names, dims)
     print("failed:", sorted(set(failed)) or "none", flush=True)
     with open(args.out or os.devnull, "a") as rows:
@@ -188,7 +198,8 @@ def main() -> None:
             p = Problem.of(q, k, v, mask=Causal() if mask == "causal" else None)
             calls = {"cudnn": partial(torch.autograd.grad, peer_out, leaves, dout.transpose(1, 2), retain_graph=True)}
             for name in names:
-                if (name, dim, mask) in kernels and name not in failed:
+                grouped_only = "section" in VARIANTS[name] and heads == kv_heads
+                if (name, dim, mask) in kernels and name not in failed and not grouped_only:
                     calls[name] = partial(kernels[name, dim, mask], p, dout, out, lse)
             want, notes = [t.transpose(1, 2).float() for t in calls["cudnn"]()], []
             for name in [name for name in calls if name != "cudnn"]:

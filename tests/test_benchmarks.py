@@ -194,6 +194,14 @@ def test_accuracy_rows(tmp_path):
     assert "GPUs only" in by["fa2", "float16"]["error"]
 
 
+def test_backward_variants_are_different_tiles_that_fit() -> None:
+    variants = load("backward_variants")
+    found = list(variants.each(list(variants.VARIANTS), list(variants.DIMS)))
+    assert {name for name, *_ in found} == set(variants.VARIANTS)
+    kernels = {(variants.kernel_of(name), dim, mask): (features, row) for name, dim, mask, features, row in found}
+    assert len(set(kernels.values())) == len(kernels), "the same kernel twice"
+
+
 def test_the_masks_benchmark_wants_a_gpu_and_both_forms_of_a_mask_agree(monkeypatch, capsys):
     masks = load("masks")
     cells = list(masks.cells(["flex", "blocks", "million"], "cpu", (1024,), 2048))

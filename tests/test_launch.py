@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attn3
-from attn3.backends.hopper import compile, environment, launch
+from attn3.backends.hopper import compile, environment, launch, launch_backward
 from attn3.problem import Problem
 
 
@@ -113,3 +113,13 @@ def test_a_stream_keeps_its_counters_and_a_captured_launch_its_own(arena, monkey
     captured = counters(monkeypatch, 7, True)
     assert captured is not side and captured is not default
     assert not arena.free and set(arena.by_stream) == {0, 7}
+
+
+@pytest.mark.parametrize(
+    "seqlen, heads, kv_heads, at_once", [(4096, 64, 8, 4), (16384, 64, 8, 1), (1024, 16, 16, 21), (16384, 16, 16, 1)]
+)
+def test_kv_heads_whose_tiles_go_out_together(seqlen, heads, kv_heads, at_once) -> None:
+    """No fewer than 132 CTAs run at a time anyway (32 tiles of keys a head at 4096), and as many as the L2 cache holds."""
+    new = lambda h: torch.empty(1, seqlen, h, 128, dtype=torch.bfloat16)
+    problem = Problem.of(new(heads), new(kv_heads), new(kv_heads))
+    assert launch_backward.heads_at_once(problem, 128, 132) == at_once

@@ -55,10 +55,9 @@ def backward(
             c = math.copysign(SMALLEST_SCALE, c)
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
-    section = 1
+    processors, section = environment.processors(q.device.index), 1
     if (ordered or features.right and not features.left) and not p.packed:  # additions in order: heads take turns
-        per_head = k.shape[1] * (p.heads // p.kv_heads * (6 * p.head_dim + 2 * p.head_dim_v) + 2 * (p.head_dim + p.head_dim_v))
-        section = max(1, L2_BYTES // per_head)
+        section = heads_at_once(p, row.tile.block_keys, processors)
     vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))
     block_map = None
     if p.mask_program is not None:
@@ -69,9 +68,16 @@ def backward(
             for_tma(q), for_tma(k), for_tma(v), for_tma(out), for_tma(dout.to(q.dtype)),
             lse, None if dlse is None else dlse.float(), dq, dk, dv, stats, work, counter, turns, *vectors,
             block_map, captured(p.mask_program, q.device), captured(p.score_program, q.device),
-            tuple(sums) or None, c, inner, p.scale, left or 0, right or 0, section, environment.processors(q.device.index),
+            tuple(sums) or None, c, inner, p.scale, left or 0, right or 0, section, processors,
         )  # fmt: skip
     return dq, dk, dv, None if p.sinks is None else _of_sinks(p.sinks, stats, block_rows), converted()
+
+
+def heads_at_once(p: Problem, block_keys: int, processors: int) -> int:
+    """KV heads whose tiles of keys are handed out together: as many as L2 holds, and no fewer than run at a time anyway."""
+    d, dv, group = p.head_dim, p.head_dim_v, p.heads // p.kv_heads
+    bytes_of_one = p.k.shape[1] * (group * (6 * d + 2 * dv) + 2 * (d + dv))
+    return max(1, L2_BYTES // bytes_of_one, processors // -(-p.k.shape[1] // block_keys))
 
 
 def features_of(p: Problem, dlse: bool = False, deterministic: bool = False, wanted: tuple[int, ...] = ()) -> BackwardFeatures:

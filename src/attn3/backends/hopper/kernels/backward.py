@@ -29,7 +29,7 @@ from cutlass.tensor_utils import LayoutEnum
 from attn3.backends.hopper.config import BackwardFeatures, BackwardTile, Programs
 from attn3.backends.hopper.kernels import delta
 from attn3.backends.hopper.kernels.forward import DTYPES
-from attn3.backends.hopper.parts import epilogue, mask, schedule, score, walk
+from attn3.backends.hopper.parts import mask, schedule, score, walk
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
 from attn3.backends.hopper.turns import adding, turns_before
 from attn3.masks import seeing_rows, visit_queries
@@ -967,19 +967,31 @@ class BackwardKernel:
 
     @cute.jit
     def round_dq(self, dQ, notes, slot, scale, mdQ):
-        """Writes this thread's part of dQ where it belongs."""
+        """Writes this thread's part of dQ where it belongs. Lanes 2i and 2i+1 swap words, so that each stores 8 bytes."""
         thread = cute.arch.thread_idx()[0]
         rounded = cute.make_rmem_tensor_like(dQ, self.dtype)
         for i in cutlass.range_constexpr(cute.size(dQ)):
             dQ[i] = dQ[i] * scale
         pack(dQ, rounded)
-        row, column = thread % WG // 32 * 16 + thread % 32 // 4, Int32(0)
+        words = cute.recast_tensor(rounded, Int32)  # word 2j + r: row r, columns 8j + 2 (lane % 4)
+        row, column = notes[1, slot] * self.bm + thread % WG // 32 * 16 + thread % 32 // 4, Int32(0)
         if const_expr(self.dq_by_rows):
             row = row + (thread // WG - 1) * 64
         else:
             column = (thread // WG - 1) * self.dq_columns
-        gdQ = cute.domain_offset((0, column), mdQ[notes[3, slot], None, notes[2, slot], None])
-        epilogue.store_rows(gdQ, rounded, notes[1, slot] * self.bm + row, mdQ.shape[1], self.dq_columns)
+        odd, column = thread % 2 == 1, column + thread % 2 * 8 + thread % 4 // 2 * 4
+        head = mdQ[notes[3, slot], None, notes[2, slot], None].iterator.toint()
+        for r in cutlass.range_constexpr(2):
+            place = head + (Int64(row + 8 * r) * mdQ.stride[1] + column) * 2
+            inside = row + 8 * r < mdQ.shape[1]
+            for i in cutlass.range_constexpr(cute.size(dQ) // 8):
+                a, b = words[4 * i + r], words[4 * i + 2 + r]
+                got = cute.arch.shuffle_sync_bfly(a if odd else b, offset=1)
+                if inside:
+                    cute.arch.inline_ptx(
+                        "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};",
+                        read_only_args=[place + 32 * i, got if odd else a, b if odd else got],
+                    )
 
     def is_tile(self, t, n_tiles):
         """NO_TILE saves a register where they are scarcest; elsewhere the loader would run out of them."""
