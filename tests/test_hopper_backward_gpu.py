@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cases import CASES, Case, build
@@ -13,7 +11,6 @@ from test_cases import beyond_kernels, poisoned_memory
 from torch import Tensor
 
 from attn3 import Causal, Full, Softcap, Window, attention, ops, registry, varlen_attention
-from attn3.backends.hopper import compile, config
 from attn3.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -56,29 +53,6 @@ def test_cases(case: Case) -> None:
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda c: c.name)
 def test_cases_in_order(case: Case) -> None:
     judge(case, True)
-
-
-VARIANTS = [("finish",), ("bulk_out",), ("v_in_registers",), ("finish", "bulk_out"), ("finish", "bulk_out", "v_in_registers")]
-
-
-@pytest.mark.parametrize("changes", VARIANTS, ids="+".join)
-@pytest.mark.parametrize("case", [c for c in DETERMINISTIC if not c.name.startswith("packed")], ids=lambda c: c.name)
-def test_cases_of_variants(case: Case, changes: tuple[str, ...], monkeypatch) -> None:
-    """Tiles that no tuned row has (yet), wherever they are legal."""
-    tuned = config.choose_backward
-
-    def choose(features):
-        row = tuned(features)
-        tile = replace(row.tile, **dict.fromkeys(changes, True))
-        try:
-            tile.check(row.head_dim, row.head_dim_v)
-        except AssertionError:
-            return row
-        return replace(row, tile=tile)
-
-    monkeypatch.setattr(config, "choose_backward", choose)
-    monkeypatch.setattr(compile, "_kernels", {})
-    judge(case, False)
 
 
 def inputs(seqlen: int = 700, heads: int = 4, kv_heads: int = 2, dim: int = 128, batch: int = 2, seed: int = 0) -> list[Tensor]:

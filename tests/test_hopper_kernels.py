@@ -177,24 +177,6 @@ def test_backward_machine_code(features: BackwardFeatures) -> None:
     check_backward(features, compile_and_read(features))
 
 
-VARIANTS = {
-    64: {"finish": True, "bulk_out": True, "v_in_registers": True},
-    128: {"finish": True, "bulk_out": True},
-    256: {"finish": True},
-}
-
-
-@needs_compiler
-@pytest.mark.compile
-@pytest.mark.parametrize("right", [False, True])
-@pytest.mark.parametrize("dim", VARIANTS)
-def test_machine_code_of_backward_variants(dim: int, right: bool) -> None:
-    """Tiles that no tuned row has (yet)."""
-    features = BackwardFeatures("bfloat16", dim, dim, right=right)
-    row = config.choose_backward(features)
-    check_backward(features, compile_and_read(features, replace(row, tile=replace(row.tile, **VARIANTS[dim]))))
-
-
 def check_backward(features: BackwardFeatures, code: sass.Sass) -> None:
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
     assert code.products > 3 * code.groups, f"serialised products: {code.products} in {code.groups} groups"

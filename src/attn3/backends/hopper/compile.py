@@ -216,7 +216,6 @@ def _backward(features: BackwardFeatures, row: BackwardRow, programs: Programs) 
     sequences = sequences if features.packed else batch
     per_tile, elements = 2 * row.tile.block_queries, row.tile.block_queries * row.head_dim
     any_stride = cute.sym_int64
-    ordered = row.tile.orders(features)
     return BackwardKernel(features, row.tile, row.head_dim, row.head_dim_v, programs), [
         rows(*q), rows(*k), rows(*v), rows(*out), rows(*out),
         _per_row(features, batch, heads, seqlen_q, any_stride()),
@@ -225,7 +224,7 @@ def _backward(features: BackwardFeatures, row: BackwardRow, programs: Programs) 
         make_fake_tensor(Float32, (heads, tiles, per_tile), (any_stride(divisibility=per_tile), per_tile, 1), assumed_align=128),
         make_fake_tensor(Float32, (work_tiles, elements), (any_stride(divisibility=elements), 1), assumed_align=128),
         vector(1),
-        make_fake_tensor(Int32, (heads, tiles), (any_stride(), 1), assumed_align=4) if ordered else None,
+        make_fake_tensor(Int32, (heads, tiles), (any_stride(), 1), assumed_align=4) if features.deterministic else None,
         vector(offsets, given=features.packed),
         vector(offsets, given=features.packed),
         vector(sequences, given=features.seqused_q),

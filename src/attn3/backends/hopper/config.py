@@ -164,18 +164,7 @@ class BackwardTile:
     stages_do: int
     rotate: bool  # without a mask, each tile of keys begins with other queries, so that fewer add to the same dQ at a time
     stage_out: bool  # dK and dV leave through a buffer of their own, while the next tile's K and V arrive
-    bulk_out: bool  # and by TMA, while the consumers go on; not in packed batches, where it would write into the next sequence
     v_in_registers: bool  # instead of being read from shared memory for every tile of queries
-    finish: bool  # additions to dQ come in order, the first one stores, the last one rounds: nothing is left to zero or round
-
-    def finishes(self, features: BackwardFeatures) -> bool:
-        """Does the kernel write dQ itself? Not where tiles come in another order, columns are cut off, or registers are short."""
-        others = features.packed, features.seqused_q, features.seqused_k, features.mask is not None, features.scores is not None
-        return self.finish and not any(others) and features.head_dim in (64, 128, 256)
-
-    def orders(self, features: BackwardFeatures) -> bool:
-        """Do additions to dQ come in order?"""
-        return features.deterministic or self.finishes(features)
 
     @property
     def block_keys(self) -> int:
@@ -199,7 +188,6 @@ class BackwardTile:
         assert smem <= SMEM_BYTES, f"{self}: {smem} bytes of shared memory, {SMEM_BYTES} available"
         assert registers <= 240, f"{self}: {registers} registers for the accumulators, 240 available"
         assert self.shares == "keys" or not self.v_in_registers, f"{self}: V in registers needs shares='keys'"
-        assert self.shares == "keys" and self.stage_out or not self.bulk_out, f"{self}: a buffer of their own for dK and dV"
         assert self.stages_q == 2, f"{self}: dS is exchanged through two stages, which follow those of Q"
         assert self.block_queries == 64 or (self.block_queries, self.shares, head_dim) == (128, "keys", 64), f"{self}: queries"
 
@@ -236,5 +224,7 @@ def choose_backward(features: BackwardFeatures) -> BackwardRow:
     row = min(fits, key=lambda row: 3 * row.head_dim + 2 * row.head_dim_v)
     changes = features.softcap or features.scores is not None
     if changes and row.head_dim == row.head_dim_v == 128:  # its arithmetic needs the registers
-        row = replace(row, tile=replace(row.tile, shares="columns", stage_out=False, bulk_out=False, v_in_registers=False))
+        row = replace(row, tile=replace(row.tile, shares="columns", stage_out=False))
+    if changes or features.mask is not None:  # likewise
+        row = replace(row, tile=replace(row.tile, v_in_registers=False))
     return row

@@ -44,8 +44,7 @@ def backward(
     stats = q.new_empty((p.heads, tiles, 2 * block_rows), dtype=torch.float32)
     work = q.new_empty((p.heads * tiles, block_rows * row.head_dim), dtype=torch.float32)
     counter = q.new_empty(1, dtype=torch.int32)
-    ordered = row.tile.orders(features)
-    turns = q.new_empty((p.heads, tiles), dtype=torch.int32) if ordered else None
+    turns = q.new_empty((p.heads, tiles), dtype=torch.int32) if deterministic else None
     left, right = p.window
     if p.score_program is not None:
         c, inner = LOG2_E, p.scale if p.softcap is None else p.scale / p.softcap
@@ -56,7 +55,7 @@ def backward(
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
     processors, section = environment.processors(q.device.index), 1
-    if (ordered or features.right and not features.left) and not p.packed:  # additions in order: heads take turns
+    if (deterministic or features.right and not features.left) and not p.packed:  # additions in order: heads take turns
         section = heads_at_once(p, row.tile.block_keys, processors)
     vectors = (None if t is None else t.contiguous() for t in (p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k))
     block_map = None

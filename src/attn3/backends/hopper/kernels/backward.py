@@ -40,10 +40,7 @@ ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 # named barriers of both consumer warpgroups. BAR_DS + 2 * stage + w: warpgroup w has written dS there; one id a stage, since it may
 # write the next before the other one has looked
 BAR_ALL, BAR_DS = 1, 2
-BAR_WG = 6  # + w: of warpgroup w alone
-NO_TILE = -1
 AHEAD = 4  # tiles of queries for which it may be known that it is a CTA's turn
-FIRST, LAST = 1, 2  # of the additions to dQ of a tile of queries
 
 
 def opaque(x):
@@ -106,15 +103,6 @@ class Grid(NamedTuple):
     bounds: Any
 
 
-class Gradient(NamedTuple):
-    """dK or dV on its way out."""
-
-    mX: Any
-    tma: Any  # None where threads copy
-    gX: Any
-    s: Any = None
-
-
 class Pipes(NamedTuple):
     q: Any
     do: Any
@@ -126,7 +114,6 @@ class Turn(NamedTuple):
     granted: Any  # barriers: it is
     added: Any  # barriers: all consumer warps have added
     passed: Any  # barriers: the next one may
-    notes: Any  # if the first one stores and the last one rounds: (FIRST + LAST, tile of queries, head, batch) of each
     number: Any  # of additions of the CTA before this one
 
 
@@ -162,7 +149,6 @@ class BackwardKernel:
         self.bm = tile.block_queries
         self.stages_q, self.stages_do = tile.stages_q, tile.stages_do
         self.left, self.right, self.packed = features.left, features.right, features.packed
-        self.bulk_out = tile.bulk_out and not features.packed
         self.used = features.packed or features.seqused_q or features.seqused_k
         self.scrub = self.used or self.left or self.right
         # columns of a warpgroup in dQ's accumulator: half of them, or all for every other unit
@@ -171,11 +157,10 @@ class BackwardKernel:
         self.deterministic = features.deterministic
         self.programs = self.listed or self.score_program is not None
         assert not (self.programs and self.used) and not (self.listed and (self.left or self.right or self.deterministic)), features
-        self.finishes, self.ordered = tile.finishes(features), tile.orders(features)
-        self.rotates = tile.rotate and not (self.left or self.right or self.ordered or self.listed)
-        self.turn_warps = 2 if self.ordered else 0
+        self.rotates = tile.rotate and not (self.left or self.right or self.deterministic or self.listed)
+        self.turn_warps = 2 if self.deterministic else 0
         # the longest tiles are the first ones: heads of the last section end with short ones
-        self.rises = self.ordered and self.right and not (self.left or self.packed)
+        self.rises = self.deterministic and self.right and not (self.left or self.packed)
 
     # ------------------------------------------------------------------------------------------------------------ host
     @cute.jit
@@ -224,8 +209,8 @@ class BackwardKernel:
             slots = kv_heads * mQ.shape[0]
         sections = schedule.sections(slots, section, key_tiles, processors, self.right and not self.left, heads // kv_heads)
         bounds = (left if const_expr(self.left) else None, right if const_expr(self.right) else None)
-        delta.Preprocess(self.bm, self.d, self.features, self.finishes).launch(
-            mO, mdO, mLSE, mdLSE, mdQ, stats, work, counter, turns, seqs, bounds, stream
+        delta.Preprocess(self.bm, self.d, self.features).launch(
+            mO, mdO, mLSE, mdLSE, stats, work, counter, turns, seqs, bounds, stream
         )
         if const_expr(self.packed):
             order = [0, 2, 1]
@@ -249,22 +234,15 @@ class BackwardKernel:
         tma_do, gdO = tma(gdO, layouts["do"], self.dv)
         tma_k, gK = tma(gK, layouts["k"], self.d)
         tma_v, gV = tma(gV, layouts["v"], self.dv)
-        out_k, out_v = Gradient(view(mdK), None, None), Gradient(view(mdV), None, None)
-        if const_expr(self.bulk_out):
-            bulk = cpasync.CopyBulkTensorTileS2GOp()
-            out_k = Gradient(view(mdK), *cpasync.make_tiled_tma_atom(bulk, view(mdK), layouts["k"], (64, self.d)))
-            out_v = Gradient(view(mdV), *cpasync.make_tiled_tma_atom(bulk, view(mdV), layouts["v"], (64, self.dv)))
         self.main(
-            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, mdQ, out_k, out_v, stats, work, counter, turns, seqs, block_map,
+            tma_q, gQ, tma_do, gdO, tma_k, gK, tma_v, gV, view(mdK), view(mdV), stats, work, counter, turns, seqs, block_map,
             captured, captured_by_scores, gradients, mma_s, mma_p, mma_v, mma_k, mma_q, c, inner, scale, left, right, sections,
             key_tiles, slots, cute.FastDivmodDivisorV2(kv_heads), kv_heads, heads // kv_heads, tiles,
         ).launch(
             grid=[cutlass.min(key_tiles * slots, processors), 1, 1], block=[3 * WG, 1, 1], min_blocks_per_mp=1, use_pdl=True,
             stream=stream,
         )  # fmt: skip
-        if const_expr(not self.finishes):
-            post = delta.Postprocess(self.bm, self.d, self.dq_columns, self.features)
-            post.launch(work, mdQ, stats.shape[1], seqs, scale, stream)
+        delta.Postprocess(self.bm, self.d, self.dq_columns, self.features).launch(work, mdQ, stats.shape[1], seqs, scale, stream)
 
     def layouts(self):
         """Shared-memory layouts by name; those that end in _t are the same bytes with the other mode contiguous."""
@@ -291,8 +269,8 @@ class BackwardKernel:
     def main(
         self,
         tma_q: cute.CopyAtom, gQ: cute.Tensor, tma_do: cute.CopyAtom, gdO: cute.Tensor, tma_k: cute.CopyAtom, gK: cute.Tensor,
-        tma_v: cute.CopyAtom, gV: cute.Tensor, mdQ: cute.Tensor, out_k: Gradient, out_v: Gradient, stats: cute.Tensor,
-        work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
+        tma_v: cute.CopyAtom, gV: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, stats: cute.Tensor, work: cute.Tensor,
+        counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, block_map: cute.Tensor | None,
         captured: tuple | None, captured_by_scores: tuple | None, gradients: tuple | None,
         mma_s: cute.TiledMma, mma_p: cute.TiledMma, mma_v: cute.TiledMma, mma_k: cute.TiledMma, mma_q: cute.TiledMma,
         c: Float32, inner: Float32, scale: Float32, left: Int32, right: Int32, sections: schedule.Sections,
@@ -313,9 +291,8 @@ class BackwardKernel:
         bars_do = smem.allocate_array(Int64, 2 * self.stages_do)
         ring = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # tiles, producer -> everybody
         steps = smem.allocate_tensor(Int32, cute.make_layout((2, self.stages_q)), 16) if const_expr(self.programs) else None
-        if const_expr(self.ordered):
-            notes = smem.allocate_tensor(Int32, cute.make_layout((4, AHEAD)), 16) if const_expr(self.finishes) else None
-            turn = Turn(*(smem.allocate_array(Int64, AHEAD) for _ in range(3)), notes, None)
+        if const_expr(self.deterministic):
+            turn = Turn(*(smem.allocate_array(Int64, AHEAD) for _ in range(3)), None)
         else:
             turn = None
         sStat = smem.allocate_tensor(Float32, cute.make_layout((2 * self.bm, self.stages_q)), 128)
@@ -334,7 +311,7 @@ class BackwardKernel:
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(t_full + i, 1)
                     cute.arch.mbarrier_init(t_empty + i, 8 + self.turn_warps)
-                if const_expr(self.ordered):
+                if const_expr(self.deterministic):
                     for i in cutlass.range_constexpr(AHEAD):
                         cute.arch.mbarrier_init(turn.granted + i, 1)
                         cute.arch.mbarrier_init(turn.added + i, 8)
@@ -358,7 +335,7 @@ class BackwardKernel:
                 bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 qs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_q)
                 dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_do)
-                while self.is_tile(t, n_tiles):
+                while t < n_tiles:
                     at = self.locate(t, grid)
                     span, count = at.span, at.end - at.begin
                     taken = Int32(0) if const_expr(self.listed) else None
@@ -415,8 +392,6 @@ class BackwardKernel:
                     if cute.arch.lane_idx() == 0:
                         nxt = gdim + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
                     t = cute.arch.shuffle_sync(nxt, 0)
-                    if const_expr(self.finishes):
-                        t = t if t < n_tiles else Int32(NO_TILE)
                     cute.arch.mbarrier_wait(t_empty + (it & 1), ((it >> 1) & 1) ^ 1)
                     with cute.arch.elect_one():
                         ring[it & 1] = t
@@ -424,10 +399,10 @@ class BackwardKernel:
                     it += 1
                 pipe_q.producer_tail(qs)
                 pipe_do.producer_tail(dos)
-            if const_expr(self.ordered):
+            if const_expr(self.deterministic):
                 if (warp == 1) | (warp == 2):
                     added = Int32(0)
-                    while self.is_tile(t, n_tiles):
+                    while t < n_tiles:
                         added = self.see_to_turns(warp == 1, turns, turn, self.locate(t, grid), group, tiles, bounds, added)
                         t = self.next_tile(ring, t_full, t_empty, it)
                         it += 1
@@ -440,7 +415,7 @@ class BackwardKernel:
             dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_do)
             S = cute.make_rmem_tensor(mma_s.partition_shape_C((64, UNIT // (1 if self.by_keys else 2))), Float32)
             added = Int32(0)  # to dQ, by all tiles before
-            while self.is_tile(t, n_tiles):
+            while t < n_tiles:
                 at = self.locate(t, grid)
                 span, begin, end = at.span, at.begin, at.end
                 key = at.n * self.bn + row
@@ -506,13 +481,13 @@ class BackwardKernel:
                         out = self.advance(out, step, tile_bytes, here)
                         self.unit_by_columns(
                             views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at,
-                            tid, out, mine, scale, mdQ,
+                            tid, out, mine,
                         )  # fmt: skip
                     else:  # dQ is one tile behind
                         for u in cutlass.range_constexpr(self.units):
                             self.unit_by_keys(
                                 u, views, S, masked, place, head, now * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt,
-                                dos, ahead, at, tid, i, out, mine, scale, mdQ,
+                                dos, ahead, at, tid, i, out, mine,
                             )  # fmt: skip
                         out = self.advance(out, step, tile_bytes, here)
                     if const_expr(self.rotates):
@@ -528,15 +503,15 @@ class BackwardKernel:
                     dos.advance()
                 if total > 0:
                     nxt.advance()
-                    if const_expr(self.ordered):
+                    if const_expr(self.deterministic):
                         added += total
                     if const_expr(self.by_keys):
-                        self.drain_dq(views, 1 - qs.index, w, out, self.at_number(turn, added - 1), scale, mdQ)
+                        self.drain_dq(views, 1 - qs.index, w, out, self.at_number(turn, added - 1))
                 if const_expr(self.tile.stage_out):  # K and V may be overwritten while dK and dV leave
                     if total > 0:
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive(kv_empty)
-                self.finish(views, scale, out_k._replace(s=sdK), out_v._replace(s=sdV), at, w, warp, tid)
+                self.finish(views, scale, sdK, sdV, mdK, mdV, at, w, tid)
                 if const_expr(not self.tile.stage_out):
                     cute.arch.fence_proxy("async.shared", space="cta")
                     if total > 0:
@@ -545,8 +520,6 @@ class BackwardKernel:
                             cute.arch.mbarrier_arrive(kv_empty)
                 t = self.next_tile(ring, t_full, t_empty, it)
                 it += 1
-            if const_expr(self.bulk_out):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def advance(self, out, step, tile_bytes, here):
@@ -627,7 +600,7 @@ class BackwardKernel:
             n = slot - (span.first_key // self.bn + b)
         else:
             n, kv_head, batch = schedule.dense_tile(t, grid.key_tiles, grid.sections, grid.kv_heads)
-            if const_expr(not self.ordered):  # the first keys are seen by the most queries
+            if const_expr(not self.deterministic):  # the first keys are seen by the most queries
                 n = grid.key_tiles - 1 - n
             elif const_expr(self.rises):
                 rising = Int32(1) if batch * grid.kv_heads.divisor + kv_head >= grid.sections.last else Int32(0)
@@ -689,7 +662,7 @@ class BackwardKernel:
     @cute.jit
     def unit_by_keys(
         self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes,
-        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn, scale, mdQ,
+        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn,
     ):  # fmt: skip
         """64 queries: their S' is in registers on entry, that of the next 64 on exit. dQ is one tile behind, so that nobody waits
         for the other warpgroup's dS.
@@ -727,7 +700,7 @@ class BackwardKernel:
             cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * qs.index + w, number_of_threads=2 * WG)
         if const_expr(first):
             if i > 0:  # (before, dQ was of nothing)
-                self.add_in_turn(dQ, out, turn, scale, mdQ)
+                self.add_in_turn(dQ, out, turn)
         if const_expr(last):
             if const_expr(not first):
                 warpgroup.wait_group(1)  # dV
@@ -746,7 +719,7 @@ class BackwardKernel:
     @cute.jit
     def unit_by_columns(
         self, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt, dos, m_next,
-        tile: Tile, tid, out, turn, scale, mdQ,
+        tile: Tile, tid, out, turn,
     ):  # fmt: skip
         """The same; each warpgroup needs what the other one has computed of P and dS."""
         dP = cute.make_rmem_tensor_like(S)
@@ -773,7 +746,7 @@ class BackwardKernel:
         issue(views.mma_v, views.dV, views.rP[None, None, None, qs.index], views.rdOt[None, None, None, 2 * dos.index + w], False)
         issue(views.mma_k, views.dK, views.rdSk[None, None, None, qs.index], views.rQt[None, None, None, 2 * qs.index + w], False)
         warpgroup.wait_group(2)  # dQ
-        self.add_in_turn(dQ, out, turn, scale, mdQ)
+        self.add_in_turn(dQ, out, turn)
         pipes.q.consumer_wait(nxt)
         self.clear_rows(sQ, nxt.index, m_next, tile, tid)
         S1 = cute.make_rmem_tensor_like(S)
@@ -785,13 +758,13 @@ class BackwardKernel:
         S.store(S1.load())
 
     @cute.jit
-    def drain_dq(self, views: Views, stage, w, out, turn, scale, mdQ):
+    def drain_dq(self, views: Views, stage, w, out, turn):
         """dQ of the last tile"""
         cute.arch.barrier(barrier_id=BAR_DS + 2 * stage + 1 - w, number_of_threads=2 * WG)
         dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_columns)), Float32)
         self.issue_dq(views, dQ, stage, w)
         warpgroup.wait_group(0)
-        self.add_in_turn(dQ, out, turn, scale, mdQ)
+        self.add_in_turn(dQ, out, turn)
 
     @cute.jit
     def probabilities(self, S_mn, stat, c, inner):
@@ -921,81 +894,17 @@ class BackwardKernel:
             )
 
     @cute.jit
-    def add_in_turn(self, dQ, out, turn, scale, mdQ):
+    def add_in_turn(self, dQ, out, turn):
         """``reduce_dq``, where additions are ordered when it is this tile's turn"""
         if const_expr(turn is None):
             self.reduce_dq(dQ, out)
         else:
             slot, phase = self.slot_of(turn.number)
             cute.arch.mbarrier_wait(turn.granted + slot, phase)
-            if const_expr(self.finishes):
-                what = cute.arch.make_warp_uniform(turn.notes[0, slot])
-                if what >= LAST:
-                    if what == LAST:
-                        self.read_dq(dQ, out)
-                    self.round_dq(dQ, turn.notes, slot, scale, mdQ)
-                elif what == FIRST:
-                    self.store_dq(dQ, out)
-                else:
-                    self.reduce_dq(dQ, out)
-            else:
-                self.reduce_dq(dQ, out)
+            self.reduce_dq(dQ, out)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(turn.added + slot)
-
-    @cute.jit
-    def store_dq(self, dQ, out):
-        for i in cutlass.range_constexpr(cute.size(dQ) // 4):
-            cute.arch.inline_ptx(
-                "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[out + i * 4096, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]],
-            )
-
-    @cute.jit
-    def read_dq(self, dQ, out):
-        """Adds what is in the workspace. It is in L2: others have put it there."""
-        got = cute.make_rmem_tensor(32, Float32)
-        for first in cutlass.range_constexpr(0, cute.size(dQ), 32):  # no more loads at once than there are registers
-            for i in cutlass.range_constexpr(8):
-                got[4 * i], got[4 * i + 1], got[4 * i + 2], got[4 * i + 3] = cute.arch.inline_ptx(
-                    "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                    write_only_types=[Float32] * 4, read_only_args=[out + (first // 4 + i) * 4096],
-                )  # fmt: skip
-            for i in cutlass.range_constexpr(32):
-                dQ[first + i] = dQ[first + i] + got[i]
-
-    @cute.jit
-    def round_dq(self, dQ, notes, slot, scale, mdQ):
-        """Writes this thread's part of dQ where it belongs. Lanes 2i and 2i+1 swap words, so that each stores 8 bytes."""
-        thread = cute.arch.thread_idx()[0]
-        rounded = cute.make_rmem_tensor_like(dQ, self.dtype)
-        for i in cutlass.range_constexpr(cute.size(dQ)):
-            dQ[i] = dQ[i] * scale
-        pack(dQ, rounded)
-        words = cute.recast_tensor(rounded, Int32)  # word 2j + r: row r, columns 8j + 2 (lane % 4)
-        row, column = notes[1, slot] * self.bm + thread % WG // 32 * 16 + thread % 32 // 4, Int32(0)
-        if const_expr(self.dq_by_rows):
-            row = row + (thread // WG - 1) * 64
-        else:
-            column = (thread // WG - 1) * self.dq_columns
-        odd, column = thread % 2 == 1, column + thread % 2 * 8 + thread % 4 // 2 * 4
-        head = mdQ[notes[3, slot], None, notes[2, slot], None].iterator.toint()
-        for r in cutlass.range_constexpr(2):
-            place = head + (Int64(row + 8 * r) * mdQ.stride[1] + column) * 2
-            inside = row + 8 * r < mdQ.shape[1]
-            for i in cutlass.range_constexpr(cute.size(dQ) // 8):
-                a, b = words[4 * i + r], words[4 * i + 2 + r]
-                got = cute.arch.shuffle_sync_bfly(a if odd else b, offset=1)
-                if inside:
-                    cute.arch.inline_ptx(
-                        "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};",
-                        read_only_args=[place + 32 * i, got if odd else a, b if odd else got],
-                    )
-
-    def is_tile(self, t, n_tiles):
-        """NO_TILE saves a register where they are scarcest; elsewhere the loader would run out of them."""
-        return t >= 0 if self.finishes else t < n_tiles
 
     def slot_of(self, number):
         """(slot, phase) of the rings of barriers of a ``Turn``"""
@@ -1006,7 +915,7 @@ class BackwardKernel:
         """What the two turn warps do for a tile of keys: one waits until it is its turn with each tile of queries and tells the
         consumers, ahead of them; one (``passes``) waits until they have added and tells the others. No consumer waits for memory.
         """
-        m, total, span, head = tile.start, group * (tile.end - tile.begin), tile.span, tile.kv_head * group
+        m, total, span = tile.start, group * (tile.end - tile.begin), tile.span
         place = turns.iterator.toint() + Int64(tile.kv_head * group * tiles + tile.span.first_tile + m) * 4
         for _i in cutlass.range(total, unroll=1):
             first, last = adding(m, self.bn, self.bm, span.query_length, span.key_length, *bounds, cutlass.min, cutlass.max)
@@ -1023,12 +932,8 @@ class BackwardKernel:
                     now = self.turn_of(place)
                     while now != before:
                         now = self.turn_of(place)
-                    if const_expr(self.finishes):
-                        turn.notes[0, slot] = (FIRST if before == 0 else 0) + (LAST if before == last - first else 0)
-                        turn.notes[1, slot], turn.notes[2, slot], turn.notes[3, slot] = m, head, span.batch
                     cute.arch.mbarrier_arrive(turn.granted + slot)
-            wraps, m, step = self.next_of_walk(m, tile, tiles)
-            head += 1 if wraps else 0
+            _wraps, m, step = self.next_of_walk(m, tile, tiles)
             place += Int64(step) * 4
             added += 1
         return added
@@ -1084,33 +989,15 @@ class BackwardKernel:
             cute.autovec_copy(zero, cute.local_tile(s, (1, 8, 1), (i, tid % chunks, slot))[0, None, 0])
 
     @cute.jit
-    def finish(self, views: Views, scale, out_k: Gradient, out_v: Gradient, tile: Tile, w, warp, tid):
-        """dK and dV: registers -> shared memory -> global, by TMA or 16 bytes at a time"""
-        if const_expr(self.bulk_out):  # a warpgroup's own 64 keys, while it goes on
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last ones have left (of the warps that sent them)
-            cute.arch.barrier(barrier_id=BAR_WG + w, number_of_threads=WG)
-        else:
-            cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
+    def finish(self, views: Views, scale, sdK, sdV, mdK, mdV, tile: Tile, w, tid):
+        """dK and dV: registers -> shared memory -> global, 16 bytes at a time"""
+        cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)  # nobody reads there any more
         tid = opaque(tid)
-        self.stage_out(views.mma_v, views.dV, Float32(1.0), out_v.s, self.dv, w, tid)
-        self.stage_out(views.mma_k, views.dK, scale, out_k.s, self.d, w, tid)
-        if const_expr(self.bulk_out):
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=BAR_WG + w, number_of_threads=WG)
-            if warp % 4 == 0:
-                self.bulk_copy_out(out_v, self.dv, tile, w)
-                self.bulk_copy_out(out_k, self.d, tile, w)
-                cute.arch.cp_async_bulk_commit_group()
-        else:
-            cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
-            self.copy_out(out_v.s, out_v.mX, self.features.head_dim_v, tile, tid)
-            self.copy_out(out_k.s, out_k.mX, self.features.head_dim, tile, tid)
-
-    @cute.jit
-    def bulk_copy_out(self, out: Gradient, width: cutlass.Constexpr, tile: Tile, w):
-        """TMA clips what lies behind the last key"""
-        smem, gmem = self.rows_of(out.tma, out.s, out.gX, tile.n * self.bn + w * 64, tile.kv_head, tile.span.batch, width)
-        cute.copy(out.tma, smem[None, w], gmem[None, 0])
+        self.stage_out(views.mma_v, views.dV, Float32(1.0), sdV, self.dv, w, tid)
+        self.stage_out(views.mma_k, views.dK, scale, sdK, self.d, w, tid)
+        cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
+        self.copy_out(sdV, mdV, self.features.head_dim_v, tile, tid)
+        self.copy_out(sdK, mdK, self.features.head_dim, tile, tid)
 
     @cute.jit
     def stage_out(self, mma, acc, factor, s, width: cutlass.Constexpr, w, tid):

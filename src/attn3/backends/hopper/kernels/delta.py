@@ -47,23 +47,21 @@ class _Ends:
 class Preprocess(_Ends):
     """For each query: lse in bits (inf where there is none) and delta = rowsum(dO * O) - dlse. Zeroes dQ's workspace."""
 
-    def __init__(self, block_rows: int, tile_dim: int, features: BackwardFeatures, finishes: bool):
-        """finishes: there is nothing to zero but dQ of tiles of queries that see no keys"""
+    def __init__(self, block_rows: int, tile_dim: int, features: BackwardFeatures):
         super().__init__(features, block_rows)
-        self.d, self.finishes = tile_dim, finishes
-        self.chunks = features.head_dim_v // 8
+        self.d, self.chunks = tile_dim, features.head_dim_v // 8
         self.lanes = max(1 << (self.chunks - 1).bit_length(), THREADS // block_rows)  # of a row
 
     @cute.jit
-    def launch(self, mO, mdO, mLSE, mdLSE, mdQ, stats, work, counter, turns, seqs: schedule.Spans, bounds, stream):
-        self.kernel(mO, mdO, mLSE, mdLSE, mdQ, stats, work, counter, turns, seqs, bounds).launch(
+    def launch(self, mO, mdO, mLSE, mdLSE, stats, work, counter, turns, seqs: schedule.Spans, bounds, stream):
+        self.kernel(mO, mdO, mLSE, mdLSE, stats, work, counter, turns, seqs, bounds).launch(
             grid=[stats.shape[1], stats.shape[0], 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mdLSE: cute.Tensor | None, mdQ: cute.Tensor,
-        stats: cute.Tensor, work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, bounds,
+        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mdLSE: cute.Tensor | None, stats: cute.Tensor,
+        work: cute.Tensor, counter: cute.Tensor, turns: cute.Tensor | None, seqs: schedule.Spans, bounds,
     ):  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
         tid = cute.arch.thread_idx()[0]
@@ -71,20 +69,16 @@ class Preprocess(_Ends):
         tiles = cute.arch.grid_dim()[0]
         if (tile == 0) & (head == 0) & (tid == 0):
             counter[0] = 0
-        if const_expr(not self.finishes):
-            zero = cute.make_rmem_tensor(4, Float32)
-            zero.fill(0.0)
-            place = work[head * tiles + tile, None]
-            for i in cutlass.range_constexpr(self.bm * self.d // (4 * THREADS)):
-                cute.autovec_copy(zero, cute.local_tile(place, (4,), (i * THREADS + tid,)))
+        zero = cute.make_rmem_tensor(4, Float32)
+        zero.fill(0.0)
+        place = work[head * tiles + tile, None]
+        for i in cutlass.range_constexpr(self.bm * self.d // (4 * THREADS)):
+            cute.autovec_copy(zero, cute.local_tile(place, (4,), (i * THREADS + tid,)))
         span, m = self.span(seqs, tile, tiles)
         see_begin, see_end = seeing_rows(span.query_length, span.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max)
         if const_expr(turns is not None):
             if tid == 0:
                 turns[head, tile] = 0
-        if const_expr(self.finishes):
-            if (m * self.bm >= see_end) | ((m + 1) * self.bm <= see_begin):
-                self.zero_dq(self.head_of(mdQ, span, head), m, span.rows, tid)
         gO, gdO = self.head_of(mO, span, head), self.head_of(mdO, span, head)
         passes = self.bm * self.lanes // THREADS
         o = cute.make_rmem_tensor((8, passes), self.dtype)
@@ -115,13 +109,6 @@ class Preprocess(_Ends):
                             dot = dot - mdLSE[at]
                 stats[head, tile, r] = bits
                 stats[head, tile, self.bm + r] = dot
-
-    @cute.jit
-    def zero_dq(self, gdQ, m, rows, tid):
-        zero, chunks = cute.make_rmem_tensor(8, self.dtype), self.features.head_dim // 8
-        zero.fill(0.0)
-        for i in cutlass.range(tid, cutlass.min(rows - m * self.bm, self.bm) * chunks, THREADS, unroll=1):
-            cute.autovec_copy(zero, cute.local_tile(gdQ, (1, 8), (m * self.bm + i // chunks, i % chunks))[0, None])
 
 
 class Postprocess(_Ends):
