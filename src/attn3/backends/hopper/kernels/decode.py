@@ -428,18 +428,24 @@ class DecodeKernel:
         chunks = const_expr(dim // 16)
         bytes16, wide = cute.make_rmem_tensor(16, Uint8), cute.make_rmem_tensor((8, 2), self.dtype)
         words, pairs = cute.recast_tensor(bytes16, Int32), cute.recast_tensor(wide, Int32)
+        ordered = cute.make_rmem_tensor(8, self.dtype)
+        halves = cute.recast_tensor(ordered, Int32)
         for i in cutlass.range_constexpr(self.pieces(dim)):
             flat = lane + 32 * i
             row, chunk = flat // chunks, flat % chunks
             cute.autovec_copy(staging[None, tid, first_piece + i, staged], bytes16)
             for j in cutlass.range_constexpr(4):
                 pairs[2 * j], pairs[2 * j + 1] = widen_word(words[j], self.dtype)
-            if const_expr(16 * chunks % 32 == 0):
-                for half in cutlass.range_constexpr(2):
-                    cute.autovec_copy(wide[None, half], tX[16 * warp + row, 2 * chunk + half, None, stage])
-            elif row < 16:
-                for half in cutlass.range_constexpr(2):
-                    cute.autovec_copy(wide[None, half], tX[16 * warp + row, 2 * chunk + half, None, stage])
+            # eight neighbouring threads write to every other chunk of two panels, which lie in the same banks: those of the
+            # second panel write their second chunk first
+            swap = chunk // 4 % 2
+            for half in cutlass.range_constexpr(2):
+                for j in cutlass.range_constexpr(4):
+                    halves[j] = pairs[4 * half + j] if swap == 0 else pairs[4 * (1 - half) + j]
+                if const_expr(16 * chunks % 32 == 0):
+                    cute.autovec_copy(ordered, tX[16 * warp + row, 2 * chunk + (swap ^ half), None, stage])
+                elif row < 16:
+                    cute.autovec_copy(ordered, tX[16 * warp + row, 2 * chunk + (swap ^ half), None, stage])
 
     # ------------------------------------------------------------------------------------------------------- attending
     @cute.jit
