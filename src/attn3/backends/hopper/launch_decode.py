@@ -40,6 +40,8 @@ class _Part(NamedTuple):
 class _Plan(NamedTuple):
     """What calls of one shape have in common, worked out once."""
 
+    out_shape: tuple[int, ...]
+    like_q: bool  # out is like q, the cheapest way to allocate it
     lse_shape: tuple[int, ...] | None
     rows: int  # of a part in scratch
     counters: int
@@ -120,9 +122,9 @@ def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
 
 def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
     """How the keys are shared out is for the device to say: ``num_splits`` is what ``partials`` hands out."""
-    plan = _plan_of(p)
-    out = p.q.new_empty(p.out_shape(), dtype=p.out_dtype)
-    lse = None if plan.lse_shape is None else p.q.new_empty(plan.lse_shape, dtype=torch.float32)
+    q, plan = p.q, _plan_of(p)
+    out = torch.empty_like(q) if plan.like_q else q.new_empty(plan.out_shape, dtype=p.out_dtype)
+    lse = None if plan.lse_shape is None else q.new_empty(plan.lse_shape, dtype=torch.float32)
     _run(p, plan, out, lse, 0, 1)
     return out, lse
 
@@ -142,8 +144,9 @@ def partials(p: Problem) -> tuple[Tensor, Tensor]:
 def _plan_of(p: Problem) -> _Plan:
     q, k, keys, table = p.q, p.k, p.keys, p.keys.page_table
     key = (q.shape, k.shape, p.v.shape, keys.used.shape, None if table is None else table.shape, q.dtype, k.dtype, q.device,
-           p.mask, p.score, p.scale, p.return_lse, p.out_dtype, p.sinks is None, p.packed, keys.batch_idx is None,
-           keys.leftpad is None, keys.k_descale is None, keys.v_descale is None, invariant(p))  # fmt: skip
+           p.mask, p.score, p.scale, p.return_lse, p.out_dtype, p.sinks is None, p.cu_seqlens_q is None, keys.batch_idx is None,
+           keys.leftpad is None, keys.k_descale is None, keys.v_descale is None, p.batch_invariant or p.num_splits == 1,
+           q.is_contiguous())  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
@@ -180,7 +183,9 @@ def _plan(p: Problem) -> _Plan:
             parts.append(_Part(compile.kernel(features), columns, scratch, slots, ctas))
     lse_shape = p.lse_shape() if p.return_lse else None
     values = c, inner, left or 0, right or 0
-    return _Plan(lse_shape, rows_of_part, counters, not units, index, tuple(parts), values)
+    out_shape = p.out_shape()
+    like_q = q.is_contiguous() and p.out_dtype == q.dtype and out_shape == tuple(q.shape)
+    return _Plan(out_shape, like_q, lse_shape, rows_of_part, counters, not units, index, tuple(parts), values)
 
 
 def _run(p: Problem, plan: _Plan, out: Tensor, lse: Tensor | None, split: int, splits: int) -> None:
