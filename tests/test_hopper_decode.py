@@ -187,9 +187,7 @@ class Device:
     late=st.sampled_from(LATES),
     seed=st.integers(0, 1 << 30),
 )
-def test_whoever_comes_first_every_item_is_finished_from_the_same_parts(
-    items: list[int], ctas: int, late: Late, seed: int
-) -> None:
+def test_whoever_comes_first_every_item_is_finished_from_the_same_parts(items: list[int], ctas: int, late: Late, seed: int) -> None:
     """Any timing: no deadlock, every block once, parts in the order of the line, counters zero afterwards."""
     cuts = []
     for order in range(2):

@@ -11,8 +11,8 @@ end leaves. What waits inside a CTA is ordered: the loader asks for a stretch wh
 puts it into one of two slots, of which the attending warps have emptied one as soon as they have begun with the stretch before.
 
 One warpgroup loads: by TMA where ``box`` keys lie within one page, else with cp.async, key by key, through the page table. An
-8-bit cache lands in a staging buffer, from which the same threads write K and V in float16, which holds every e4m3 number and is one
-conversion away; bfloat16 queries are brought into its range by a power of two for each row. One warpgroup attends, block after
+8-bit cache lands in a staging buffer, from which the same threads write K and V in float16, which holds every e4m3 number and is
+one conversion away; bfloat16 queries are brought into its range by a power of two for each row. One warpgroup attends, block after
 block, with an online softmax: the time goes into reading the cache.
 """
 
@@ -64,8 +64,8 @@ class Out(NamedTuple):
     v_descale: Any
     partial_o: Any  # (2 * stretches, rows, head_dim_v padded) float32; invariant: (places in the line, …)
     partial_lse: Any  # (2 * stretches, rows) float32
-    # (stretches + 1,) int32, zero before and after: parts that have arrived of the item whose first block is that stretch's (invariant:
-    # of the item that begins at that place in the line); the last one counts stretches that were asked for
+    # (stretches + 1,) int32, zero before and after: parts that have arrived of the item whose first block is that stretch's
+    # (invariant: of the item that begins at that place in the line); the last one counts how often a stretch was asked for
     counters: Any
 
 
@@ -282,8 +282,8 @@ class DecodeKernel:
     def hand_out(self, to: Out, lengths: Lengths, total, batch, base, shared: Shared, rings: Rings, n):
         """One warp of the loader: the next stretch from the counter, for itself and into slot n % 2 for the others.
 
-        Each CTA with a stretch of its own asks until it gets a number that is none, once. Whoever gets the highest that can be given
-        is the last to ask and sets the counter back.
+        Each CTA with a stretch of its own asks until it gets a number that is none's, once. Whoever gets the highest number that can
+        be given is the last to ask, and sets the counter back.
         """
         cut = self.cut(shared.words)
         number, at, end = Int32(0), Int32(0), Int32(0)
@@ -357,9 +357,7 @@ class DecodeKernel:
 
     # --------------------------------------------------------------------------------------------------------- loading
     @cute.jit
-    def load_boxes(
-        self, cache: Cache, boxes_k, boxes_v, to: Out, lengths: Lengths, stretch: Stretch, shared: Shared, rings: Rings
-    ):
+    def load_boxes(self, cache: Cache, boxes_k, boxes_v, to: Out, lengths: Lengths, stretch: Stretch, shared: Shared, rings: Rings):
         """One warp. Boxes without a key that is seen fetch a neighbour's: what their pages are is not even looked at."""
         box = const_expr(self.features.box)
         count = const_expr(BLOCK // box)
@@ -420,8 +418,8 @@ class DecodeKernel:
     def piece(self, lane, i: int, dim: int):
         """(key of the warp's 16, chunk of 16 bytes, whether it exists: None if always) of a thread's i-th piece.
 
-        Of an 8-bit cache, eight neighbouring threads have four chunks of two keys: widened, they lie in one panel, and by its swizzle
-        the even chunks of an even key and of the next one have all banks between them.
+        Of an 8-bit cache, eight neighbouring threads have four chunks of two keys: widened, they lie in one panel, and by its
+        swizzle the even chunks of an even key and of the next one have all banks between them.
         """
         if self.features.e4m3:
             flat = lane + 32 * (i % 2)
@@ -559,9 +557,7 @@ class DecodeKernel:
 
     # ------------------------------------------------------------------------------------------------------- attending
     @cute.jit
-    def attend(
-        self, mQ, to: Out, lengths: Lengths, stretch: Stretch, scores: Scores, shared: Shared, mma_qk, mma_pv, rings: Rings
-    ):
+    def attend(self, mQ, to: Out, lengths: Lengths, stretch: Stretch, scores: Scores, shared: Shared, mma_qk, mma_pv, rings: Rings):
         f = self.features
         tid = cute.arch.thread_idx()[0] % WG
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
@@ -759,8 +755,8 @@ class DecodeKernel:
             cut = self.cut(words)
             first = splits.owner_of(run.line, cut, total, cutlass.min, cutlass.max)
             parts = splits.owner_of(run.line_end - 1, cut, total, cutlass.min, cutlass.max) + 1 - first
-        # all stores of the warpgroup come before the arrival, and all arrivals before the last one's loads: the barriers extend what
-        # one thread releases and acquires to the other ones
+        # all stores of the warpgroup come before the arrival, and all arrivals before the last one's loads: the barriers extend
+        # what one thread releases and acquires to the other ones
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
         if tid == 0:
             words[6] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")

@@ -2,8 +2,9 @@
 
 All blocks of all items stand in one line; an item is one tile of (query row, head of a group) rows of one sequence and KV head.
 The line is cut into segments, one for each CTA, of equal length up to one block. A segment is one stretch, or, where it is long
-enough, its last part is cut into a few short stretches that CTAs take in turn from a counter when they are done with their own: SMs
-do not get equal bandwidth, and the slowest would decide. Where the line is cut depends on its length alone, never on who comes when.
+enough, its last part is cut into a few short stretches that CTAs take in turn from a counter when they are done with their own:
+SMs do not get equal bandwidth, and the slowest would decide. Where the line is cut depends on its length alone, never on who comes
+when.
 
 A stretch holds some whole items and a part of at most two that others have parts of, too. A part goes to a scratch slot of its
 stretch, so that scratch depends on the number of stretches alone; who finishes an item finds its parts from the item's place in the
