@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from bisect import bisect
 from collections import Counter
 from itertools import product
 from typing import Callable, Iterator
@@ -97,9 +98,18 @@ def run_in_any_order(threads: list[Iterator[Step]], chance: random.Random) -> No
 
 
 class Device:
-    """A launch as the kernel has it, with blocks in the place of keys: what goes through counters and scratch."""
+    """A launch as the kernel has it, with blocks in the place of keys: what goes through counters and scratch.
 
-    def __init__(self, items: list[int], ctas: int, late: Late) -> None:
+    An item of 0 blocks has no keys, and one place in the line. ``lag``: blocks that the loader has asked for when it hands over the
+    oldest; 1 is TMA, which does so by itself.
+    """
+
+    slots, drains = 8, True
+
+    def __init__(self, items: list[int], ctas: int, late: Late, lag: int) -> None:
+        self.keyless = {i for i, n in enumerate(items) if n == 0}
+        self.lag = lag
+        items = [max(n, 1) for n in items]
         self.total = sum(items)
         self.cut = splits.share(self.total, ctas, late=late)
         self.items, self.begins = items, [sum(items[:i]) for i in range(len(items))]
@@ -113,7 +123,7 @@ class Device:
     def threads(self) -> list[Iterator[Step]]:
         found: list[Iterator[Step]] = []
         for cta in range(self.ctas):
-            ring: dict = {"full": [0, 0], "empty": [0, 0], "slots": [None, None], "stages": 0}
+            ring: dict = {"full": Counter(), "empty": Counter(), "slots": {}, "stages": 0}
             found += [self.loader(cta, ring), self.attending(cta, ring)]
         return found
 
@@ -122,13 +132,21 @@ class Device:
         return number, *(splits.start_of(number + i, self.cut, self.total) for i in range(2))
 
     def loader(self, cta: int, ring: dict) -> Iterator[Step]:
-        (number, at, end), n = self.own(cta), 0
+        (number, at, end), n, pending, slots = self.own(cta), 0, 0, self.slots
         while at < end:
-            for _ in range(at, end):
-                yield lambda: ring["stages"] < 2
-                ring["stages"] += 1
+            blocks = sum(self.item_at(i) not in self.keyless for i in range(at, end))
+            for _ in range(blocks):
+                pending += 1
+                if pending == self.lag:
+                    yield lambda: ring["stages"] < 2
+                    ring["stages"] += 1
+                    pending -= 1
             at = end
             if self.cut.late:
+                while self.drains and blocks == 0 and pending:
+                    yield lambda: ring["stages"] < 2
+                    ring["stages"] += 1
+                    pending -= 1
                 yield lambda: True
                 number, self.tickets = self.tickets, self.tickets + 1
                 self.asked += 1
@@ -139,18 +157,21 @@ class Device:
                 if number < last:
                     number = splits.handed_out(number, self.cut)
                     at, end = (splits.start_of(number + i, self.cut, self.total) for i in range(2))
-                yield lambda n=n: ring["empty"][n & 1] >= n // 2  # the slot's phase
-                ring["slots"][n & 1] = number, at, end
-                ring["full"][n & 1] += 1
+                yield lambda n=n: ring["empty"][n % slots] >= n // slots  # the slot's phase
+                ring["slots"][n % slots] = number, at, end
+                ring["full"][n % slots] += 1
                 n += 1
+        for _ in range(pending):
+            yield lambda: ring["stages"] < 2
+            ring["stages"] += 1
 
     def attending(self, cta: int, ring: dict) -> Iterator[Step]:
-        (number, at, end), n = self.own(cta), 0
+        (number, at, end), n, slots = self.own(cta), 0, self.slots
         while at < end:
-            item = max(i for i, begin in enumerate(self.begins) if begin <= at)
+            item = self.item_at(at)
             begin, size = self.begins[item], self.items[item]
             stop = min(begin + size, end)
-            for _ in range(at, stop):
+            for _ in range(at, at if item in self.keyless else stop):
                 yield lambda: ring["stages"] > 0
                 ring["stages"] -= 1
             if at == begin and stop == begin + size:
@@ -170,10 +191,13 @@ class Device:
                     self.finish(item, [(a, b) for _, a, b in found])
             at = stop
             if at >= end and self.cut.late:
-                yield lambda n=n: ring["full"][n & 1] > n // 2
-                number, at, end = ring["slots"][n & 1]
-                ring["empty"][n & 1] += 1
+                yield lambda n=n: ring["full"][n % slots] > n // slots
+                number, at, end = ring["slots"][n % slots]
+                ring["empty"][n % slots] += 1
                 n += 1
+
+    def item_at(self, place: int) -> int:
+        return bisect(self.begins, place) - 1
 
     def finish(self, item: int, parts: list[tuple[int, int]]) -> None:
         assert item not in self.results, "an item was finished twice"
@@ -182,25 +206,41 @@ class Device:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    items=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    items=st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2)), min_size=1, max_size=60),
     ctas=st.integers(1, 40),
     late=st.sampled_from(LATES),
+    lag=st.integers(1, config_decode.MOST_STAGES),
     seed=st.integers(0, 1 << 30),
 )
-def test_whoever_comes_first_every_item_is_finished_from_the_same_parts(items: list[int], ctas: int, late: Late, seed: int) -> None:
+def test_whoever_comes_first_every_item_is_finished_from_the_same_parts(
+    items: list[int], ctas: int, late: Late, lag: int, seed: int
+) -> None:
     """Any timing: no deadlock, every block once, parts in the order of the line, counters zero afterwards."""
     cuts = []
     for order in range(2):
-        device = Device(items, ctas, late)
+        device = Device(items, ctas, late, lag)
         run_in_any_order(device.threads(), random.Random(seed + order))
         assert not device.scratch, "a part that nobody looked for"
         assert not any(device.counters.values()) and device.tickets == 0
         assert device.asked == (device.cut.ctas * (1 + device.cut.late) if device.cut.late else 0)
-        for item, (begin, size) in enumerate(zip(device.begins, items, strict=True)):
+        for item, (begin, size) in enumerate(zip(device.begins, device.items, strict=True)):
             edges = [edge for part in device.results[item] for edge in part]
             assert edges[0] == begin and edges[-1] == begin + size and edges[1:-1:2] == edges[2::2]
         cuts.append(device.results)
     assert cuts[0] == cuts[1], "the parts of an item depend on who came first"
+
+
+@pytest.mark.parametrize(("slots", "drains"), [(2, True), (8, False)])
+def test_the_order_of_tickets_is_what_keeps_from_a_deadlock(slots: int, drains: bool) -> None:
+    """The emulation sees one where there are fewer slots, and where what was loaded is held back over stretches without keys."""
+    items, ctas = [16] * 4 + [0] * 600 if not drains else [700], 4
+    device = Device(items, ctas, Late(30, 8), lag=config_decode.MOST_STAGES)
+    device.slots, device.drains = slots, drains
+    with pytest.raises(AssertionError, match="a deadlock"):
+        for seed in range(20):
+            run_in_any_order(device.threads(), random.Random(seed))
+            device = Device(items, ctas, Late(30, 8), lag=config_decode.MOST_STAGES)
+            device.slots, device.drains = slots, drains
 
 
 @settings(deadline=None, max_examples=50)

@@ -87,8 +87,8 @@ def choose(features: DecodeFeatures) -> DecodeTile:
     """Two CTAs an SM where O leaves room for that in the registers: one's softmax then runs under the other's loads.
 
     As many stages as fit. Of an 8-bit cache K has two in 16 bits where that leaves three blocks on their way: the next K is then
-    widened under this block's products, and V under the softmax. 33 KB in flight for each SM are what the memory's latency asks for;
-    there are at least 64 KB here.
+    widened under this block's products, and V under the softmax. 33 KB in flight for each SM are what the memory's latency asks
+    for; there are at least 64 KB here.
     """
     f = features
     width, width_v = (-(-dim // 64) * 64 for dim in (f.head_dim, f.head_dim_v))

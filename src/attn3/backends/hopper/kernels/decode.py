@@ -6,9 +6,11 @@ finish alone goes to float32 scratch; of the CTAs that have parts of an item, th
 for that would have to wait until the last CTA of all is done, and costs a launch: two to three microseconds of the fifteen that a
 short call takes.)
 
-No CTA ever waits for another one: a part is merged by whoever finds that all others have arrived, and who finds the counter at its
-end leaves. What waits inside a CTA is ordered: the loader asks for a stretch when all loads of the one before have been issued, and
-puts it into one of two slots, of which the attending warps have emptied one as soon as they have begun with the stretch before.
+No CTA ever waits for another one: a part is merged by whoever finds that all others have arrived, and who finds the counter
+at its end leaves. Inside a CTA the loader waits for the attending warps when it has a stretch for them and they have not taken the
+one ``SLOTS`` before. They get there, since whatever belongs to the stretches before that one has been handed to them: TMA does so
+by itself, and of what has been loaded slot by slot at most MOST_STAGES - 1 blocks are not handed over, which belong to as many of
+the last stretches, each having a block at least (after one that has none, everything is handed over).
 
 One warpgroup loads: by TMA where ``box`` keys lie within one page, else with cp.async, key by key, through the page table. An
 8-bit cache lands in a staging buffer, from which the same threads write K and V in float16, which holds every e4m3 number and is
@@ -26,7 +28,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, DecodeFeatures, DecodeTile
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_STAGES, ROWS, DecodeFeatures, DecodeTile
 from attn3.backends.hopper.kernels.forward import DTYPES, LOG2_E, WG
 from attn3.backends.hopper.parts import line, score, softmax, splits
 from attn3.backends.hopper.parts.line import Lengths
@@ -91,7 +93,7 @@ class Shared(NamedTuple):
 class Rings(NamedTuple):
     k: Any
     v: Any
-    tickets_full: Any  # two barriers each
+    tickets_full: Any  # barriers
     tickets_empty: Any
 
 
@@ -107,6 +109,8 @@ class Stretch(NamedTuple):
 
 
 TICKET = 5  # words of a stretch that is handed out: all but the total
+SLOTS = 8  # stretches that the loader can be ahead
+assert SLOTS >= MOST_STAGES
 
 
 class Run(NamedTuple):
@@ -231,9 +235,9 @@ class DecodeKernel:
         if const_expr(self.features.e4m3):
             staging = smem.allocate_tensor(Uint8, self.staging_layout(), 128)
         bars_k, bars_v = (smem.allocate_array(Int64, 2 * n) for n in (self.tile.stages, self.tile.stages_v))
-        tickets_full, tickets_empty = (smem.allocate_array(Int64, 2) for _ in range(2))
+        tickets_full, tickets_empty = (smem.allocate_array(Int64, SLOTS) for _ in range(2))
         words = smem.allocate_tensor(Int32, cute.make_layout(16), 16)
-        tickets = smem.allocate_tensor(Int32, cute.make_layout((8, 2)), 16)
+        tickets = smem.allocate_tensor(Int32, cute.make_layout((8, SLOTS)), 16)
         factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16) if const_expr(self.scaled) else None
         shared = Shared(sQ, sK, sV, staging, words, tickets, factors)
         rings = Rings(self.ring(bars_k, self.d, self.tile.stages), self.ring(bars_v, self.dv, self.tile.stages_v),
@@ -245,7 +249,7 @@ class DecodeKernel:
                 cpasync.prefetch_descriptor(boxes_k.atom)
                 cpasync.prefetch_descriptor(boxes_v.atom)
             if cute.arch.lane_idx() == 0:
-                for i in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(SLOTS):
                     cute.arch.mbarrier_init(tickets_full + i, 1)
                     cute.arch.mbarrier_init(tickets_empty + i, 2 * WG // 32 - 1 if self.slots else WG // 32)
         cute.arch.mbarrier_init_fence()
@@ -280,10 +284,10 @@ class DecodeKernel:
 
     @cute.jit
     def hand_out(self, to: Out, lengths: Lengths, total, batch, base, shared: Shared, rings: Rings, n):
-        """One warp of the loader: the next stretch from the counter, for itself and into slot n % 2 for the others.
+        """One warp of the loader: the next stretch from the counter, for itself and into slot n % SLOTS for the others.
 
-        Each CTA with a stretch of its own asks until it gets a number that is none's, once. Whoever gets the highest number that can
-        be given is the last to ask, and sets the counter back.
+        Each CTA with a stretch of its own asks until it gets a number that is none's, once. Whoever gets the highest number that
+        can be given is the last to ask, and sets the counter back.
         """
         cut = self.cut(shared.words)
         number, at, end = Int32(0), Int32(0), Int32(0)
@@ -300,11 +304,11 @@ class DecodeKernel:
                 at = splits.start_of(number, cut, total, cutlass.min)
                 end = splits.start_of(number + 1, cut, total, cutlass.min)
                 batch, base = line.locate(lengths, at, batch, base, self.chunk)
-            cute.arch.mbarrier_wait(rings.tickets_empty + (n & 1), ((n >> 1) & 1) ^ 1)
+            cute.arch.mbarrier_wait(rings.tickets_empty + n % SLOTS, (n // SLOTS % 2) ^ 1)
             if cute.arch.lane_idx() == 0:
-                slot = shared.tickets[None, n & 1]
+                slot = shared.tickets[None, n % SLOTS]
                 slot[0], slot[1], slot[2], slot[3], slot[4] = number, at, end, batch, base
-                cute.arch.mbarrier_arrive(rings.tickets_full + (n & 1))
+                cute.arch.mbarrier_arrive(rings.tickets_full + n % SLOTS)
         uniform = cute.arch.make_warp_uniform
         return uniform(number), uniform(at), uniform(end), uniform(batch), uniform(base)
 
@@ -314,12 +318,12 @@ class DecodeKernel:
         got = cute.make_rmem_tensor(TICKET, Int32)
         got.fill(0)
         if self.cut(shared.words).late > 0:
-            cute.arch.mbarrier_wait(rings.tickets_full + (n & 1), (n >> 1) & 1)
+            cute.arch.mbarrier_wait(rings.tickets_full + n % SLOTS, n // SLOTS % 2)
             for i in cutlass.range_constexpr(TICKET):
-                got[i] = shared.tickets[i, n & 1]
+                got[i] = shared.tickets[i, n % SLOTS]
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(rings.tickets_empty + (n & 1))
+                cute.arch.mbarrier_arrive(rings.tickets_empty + n % SLOTS)
         uniform = cute.arch.make_warp_uniform
         return uniform(got[0]), uniform(got[1]), uniform(got[2]), uniform(got[3]), uniform(got[4])
 
@@ -444,7 +448,7 @@ class DecodeKernel:
         if const_expr(f.head_dim < self.d):  # columns that nobody writes: Q is 0 there, but 0 * NaN is not
             self.clear_columns(tK, f.head_dim // 8, self.d // 8, tid)
         total, number, at, end, batch, base = stretch
-        issued, taken = Int32(0), Int32(0)
+        pending, loaded, taken = Int32(0), Int32(0), Int32(0)  # blocks not handed over; blocks of this stretch; stretches
         while at < end:
             run, batch, base = self.run_at(lengths, number, at, end, batch, base)
             for n in cutlass.range(run.begin, run.end, unroll=1):
@@ -458,27 +462,41 @@ class DecodeKernel:
                 self.copy_slots(cache.v, f.head_dim_v, page, place, run.head, tV, staging, behind_k, st.index, warp, lane, tid)
                 cute.arch.cp_async_commit_group()
                 st.advance()
-                issued = issued + 1
-                if issued >= ahead:
+                pending = pending + 1
+                loaded = loaded + 1
+                if pending == ahead:
                     cute.arch.cp_async_wait_group(ahead - 1)
                     self.hand_over(tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
+                    pending = pending - 1
                     done.advance()
                     filled.advance()
                     filled_v.advance()
             at = at + run.units
             if const_expr(self.tile.late.stretches > 0):
                 if at >= end:
+                    if loaded == 0:
+                        done, filled, filled_v = self.drain(
+                            pending, tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid
+                        )
+                        pending = Int32(0)
+                    loaded = Int32(0)
                     if warp == 0:
                         number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
                     else:
                         number, at, end, batch, base = self.take(shared, rings, taken)
                     taken = taken + 1
+        self.drain(pending, tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
+
+    @cute.jit
+    def drain(self, pending, tK, tV, staging, rings: Rings, done, filled, filled_v, warp, lane, tid):
+        """Everything that has been loaded is handed over."""
         cute.arch.cp_async_wait_group(0)
-        for _n in cutlass.range(0, cutlass.min(issued, ahead - 1), unroll=1):
+        for _n in cutlass.range(0, pending, unroll=1):
             self.hand_over(tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
             done.advance()
             filled.advance()
             filled_v.advance()
+        return done, filled, filled_v
 
     @cute.jit
     def by_chunk(self, sX, width: cutlass.Constexpr):
