@@ -2,6 +2,7 @@
 
     python benchmarks/decode_variants.py --out rows.jsonl
     python benchmarks/decode_variants.py --cells "B8 ,B1 " --variants "product;static" --clean
+    python benchmarks/decode_variants.py --trace --cells "B1 "  # where a call's time goes, of the product and of "static"
     python benchmarks/decode_variants.py --list
 
 A variant is a change of the tile that ``config_decode.choose`` gives; every result is compared with float32 first. The first of
@@ -86,7 +87,7 @@ def changed(changes: dict) -> Iterator[None]:
 
 
 def prepared(inputs: decode.Inputs, watch: timing.CudaStopwatch, changes: dict) -> Callable[[], torch.Tensor]:
-    """A captured call of the variant, which goes on being it."""
+    """A captured call of the variant, which stays that variant's."""
     with changed(changes):
         call = inputs.call()
         replay = watch.prepare(call)
@@ -104,7 +105,8 @@ def measure(
     found, rows = {}, {}
     entries = [(variant, decode.Entry("attn3", lengths, dtype=dtype)) for variant in variants if not chosen or variant in chosen]
     entries.append(("fa3", decode.Entry("fa3", lengths)))  # has no 8-bit cache for 16-bit queries
-    entries.append(("16 bits", decode.Entry("attn3", lengths))) if dtype == decode.E4M3 else None
+    if dtype == decode.E4M3:
+        entries.append(("16 bits", decode.Entry("attn3", lengths)))
     by_dtype = {d: decode.Inputs(decode.Entry("attn3", lengths, dtype=d)) for d in {e.dtype for _, e in entries}}
     for variant, entry in entries:
         case = peers.Case(len(lengths), 1, decode.HEADS, decode.KV_HEADS, decode.DIM, "causal", label=f"variant: {variant}")
@@ -134,12 +136,52 @@ def measure(
     return list(rows.values())
 
 
+def trace(name: str, watch: timing.CudaStopwatch, variant: str) -> None:
+    """Prints when the CTAs of one eager call got where, L2 emptied before; microseconds since each CTA's own begin."""
+    lengths, dtype, variants = CELLS[name]
+    got: dict = {}
+    original = compile.kernel
+
+    def kernel(*features):
+        found = original(*features)
+
+        def call(*arguments):
+            got["scratch"], got["ctas"] = arguments[13], arguments[-1]
+            return found(*arguments)
+
+        return call
+
+    with changed({**variants[variant], "trace": True}):
+        compile.kernel = kernel
+        try:
+            call = decode.Inputs(decode.Entry("attn3", lengths, dtype=dtype)).call()
+            for _ in range(3):
+                watch.empty_l2()
+                call()
+            torch.cuda.synchronize()
+        finally:
+            compile.kernel = original
+    words = len(config_decode.TRACE)
+    numbers = got["scratch"][-got["ctas"] * words :].view(torch.int32).view(-1, words).cpu().long()
+    since = lambda a, b: ((numbers[:, a] - numbers[:, b]) & 0xFFFFFFFF).double()
+    per_tick = (since(8, 7) / since(6, 0)).median() / 1e3
+    begin, end = numbers[:, 7] & 0xFFFFFFFF, numbers[:, 8] & 0xFFFFFFFF
+    print(f"{name}, {variant}: {(end.max() - begin.min()) / 1e3:.1f} us from the first CTA's begin to the last one's end")
+    show = lambda what, us: print(f"  {what:20s}" + "".join(f" {us.quantile(q):8.2f}" for q in (0.0, 0.05, 0.5, 0.95, 1.0)))
+    show("CTA begins", (begin - begin.min()).double() / 1e3)
+    for i in range(1, 7):
+        show(config_decode.TRACE[i], since(i, 0) * per_tick)
+    show("ends, of all", (end - begin.min()).double() / 1e3)
+    show("stretches taken", numbers[:, 10].double())
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="", help="beginnings of cells' names, comma-separated; all if left out")
     parser.add_argument("--variants", default="", help="names of variants, separated by semicolons; all if left out")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0.1, help="measured time of each variant in each cell")
+    parser.add_argument("--trace", action="store_true", help="show where the time goes instead of measuring it")
     parser.add_argument("--clean", action="store_true", help="empty L2 by reading, which leaves nothing to be written")
     parser.add_argument("--out", type=Path, help="file that rows are appended to")
     parser.add_argument("--commit", help="commit to record where the checkout has no git data")
@@ -152,6 +194,12 @@ def main(argv: list[str] | None = None) -> None:
             print(name, *CELLS[name][2], sep=" | ")
         return
     shared, watch = table.common("cuda", args.commit), timing.CudaStopwatch(args.clean)
+    if args.trace:
+        for name in cells:
+            for variant in ("product", "static"):
+                with torch.no_grad():
+                    trace(name, watch, variant)
+        return
     with open(args.out if args.out else "/dev/null", "a") as out, torch.no_grad():
         for name in cells:
             rows = measure(name, watch, shared, args.rounds, args.seconds, chosen)

@@ -16,6 +16,8 @@ OTHER_SMEM = 1024  # barriers and a few words
 REGISTERS = 65536
 MOST_STAGES = 6
 MOST_CTAS = 2  # that share an SM
+TRACE = ("begin", "placed", "first box asked for", "first K", "own stretch done", "last block done", "end", "ns at begin", "ns at end",
+         "SM", "stretches taken")  # fmt: skip  # clock ticks unless said otherwise
 LATE = Late(2, 4)  # a quarter of each segment, in two stretches
 
 
@@ -62,6 +64,7 @@ class DecodeTile:
     least: int = LEAST  # blocks that are worth a CTA of their own
     late: Late = Late()  # what is left to CTAs that are done early: parts/splits.py
     evict_first: bool = True  # keys that are read once leave the L2 cache first
+    trace: bool = False  # for benchmarks/decode_variants.py: each CTA writes behind its scratch when it got where
 
     @property
     def smem_bytes(self) -> int:

@@ -177,7 +177,7 @@ def _plan(p: Problem) -> _Plan:
             processors = environment.processors(index)
             ctas = tile.ctas * processors
             slots = units or 2 * line.most_stretches(ctas, tile.late)
-            scratch = slots * rows_of_part * (tile.head_dim_v + 1)
+            scratch = slots * rows_of_part * (tile.head_dim_v + 1) + tile.trace * ctas * len(config_decode.TRACE)
             # as many for one CTA an SM as for two, so that there is one set for all calls that share
             counters = max(counters, 1 + (units or line.most_stretches(MOST_CTAS * processors, tile.late)))
             parts.append(_Part(compile.kernel(features), columns, scratch, slots, ctas))

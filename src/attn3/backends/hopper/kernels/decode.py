@@ -28,7 +28,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_STAGES, ROWS, DecodeFeatures, DecodeTile
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_STAGES, ROWS, TRACE, DecodeFeatures, DecodeTile
 from attn3.backends.hopper.kernels.forward import DTYPES, LOG2_E, WG
 from attn3.backends.hopper.parts import line, score, softmax, splits
 from attn3.backends.hopper.parts.line import Lengths
@@ -69,6 +69,7 @@ class Out(NamedTuple):
     # (stretches + 1,) int32, zero before and after: parts that have arrived of the item whose first block is that stretch's
     # (invariant: of the item that begins at that place in the line); the last one counts how often a stretch was asked for
     counters: Any
+    trace: Any  # (ctas, TRACE) int32 or None
 
 
 class Scores(NamedTuple):
@@ -202,9 +203,13 @@ class DecodeKernel:
         partial_lse = cute.make_tensor(
             scratch.iterator + size * slots, cute.make_layout((slots, rows_of_part), stride=(Int64(rows_of_part), 1))
         )
+        trace = None
+        if const_expr(self.tile.trace):
+            behind = cute.recast_ptr(scratch.iterator + (size + rows_of_part) * slots, dtype=Int32)
+            trace = cute.make_tensor(behind, cute.make_layout((ctas, len(TRACE)), stride=(len(TRACE), 1)))
         self.kernel(
             mQ, Cache(mK, mV, table, rows, cute.FastDivmodDivisorV2(page_size)), boxes_k, boxes_v, lengths,
-            Out(mO, mLSE, sinks, v_descale, partial_o, partial_lse, counters), Scores(c, inner, right, k_descale), mma_qk, mma_pv,
+            Out(mO, mLSE, sinks, v_descale, partial_o, partial_lse, counters, trace), Scores(c, inner, right, k_descale), mma_qk, mma_pv,
             sQ_l, sK_l, sV_l, heads, ctas,
         ).launch(
             grid=[ctas, 1, 1], block=[2 * WG, 1, 1], min_blocks_per_mp=self.tile.ctas, preferred_smem_carveout=100, stream=stream
@@ -228,6 +233,9 @@ class DecodeKernel:
         tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WG)
+        self.note(to, 0, warp == 0)
+        self.note(to, 7, warp == 0, "globaltimer_lo")
+        self.note(to, 9, warp == 0, "smid")
         smem = cutlass.memory.SmemAllocator()
         alloc = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, swizzle=l.inner)
         sQ, sK, sV = alloc(sQ_l), alloc(sK_l), alloc(sV_l)
@@ -254,6 +262,7 @@ class DecodeKernel:
                     cute.arch.mbarrier_init(tickets_empty + i, 2 * WG // 32 - 1 if self.slots else WG // 32)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        self.note(to, 1, warp == 0)
         stretch = Stretch(*(cute.arch.make_warp_uniform(words[i]) for i in range(6)))
 
         if wg == 0:  # ---------------------------------------------------------------------------------------- producer
@@ -265,8 +274,17 @@ class DecodeKernel:
         else:  # ---------------------------------------------------------------------------------------------- consumers
             cute.arch.setmaxregister_increase(self.tile.registers[1])
             self.attend(mQ, to, lengths, stretch, scores, shared, mma_qk, mma_pv, rings)
+            self.note(to, 6, warp == WG // 32)
+            self.note(to, 8, warp == WG // 32, "globaltimer_lo")
             if const_expr(self.features.packed):
                 self.clear_rows_of_no_sequence(to, lengths, heads, ctas)
+
+    @cute.jit
+    def note(self, to: Out, what: cutlass.Constexpr, when, register: cutlass.Constexpr = "clock"):
+        """One line of TRACE, where it is wanted"""
+        if const_expr(to.trace is not None):
+            if when & (cute.arch.lane_idx() == 0):
+                to.trace[cute.arch.block_idx()[0], what] = Int32(getattr(cute.arch, register)())
 
     def ring(self, bars, width: int, stages: int):
         """The pipeline of K's, or of V's, stages."""
@@ -387,6 +405,7 @@ class DecodeKernel:
                         self.fetch(
                             boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st), policy
                         )
+                self.note(to, 2, st.count == 0)
                 st.advance()
             at = at + run.units
             if const_expr(self.tile.late.stretches > 0):
@@ -623,6 +642,7 @@ class DecodeKernel:
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 S = cute.make_rmem_tensor_like(P, Float32)
                 rings.k.consumer_wait(st)
+                self.note(to, 3, (tid < 32) & (st.count == 0))
                 issue(mma_qk, S, rQ, rK[None, None, None, st.index], True)
                 warpgroup.wait_group(0)
                 rings.k.consumer_release(st)
@@ -652,6 +672,8 @@ class DecodeKernel:
                 rings.v.consumer_release(sv)
                 st.advance()
                 sv.advance()
+            self.note(to, 4, (tid < 32) & (taken == 0) & (at + run.units >= end))
+            self.note(to, 5, tid < 32)
             softmax.freeze(state, scores.c, self.start)
             for r in cutlass.range_constexpr(2):
                 row = row0 + 8 * r
@@ -682,6 +704,9 @@ class DecodeKernel:
                 if at >= end:
                     number, at, end, batch, base = self.take(shared, rings, taken)
                     taken = taken + 1
+        if const_expr(to.trace is not None):
+            if tid == 0:
+                to.trace[cute.arch.block_idx()[0], 10] = taken
 
     @cute.jit
     def load_q(self, mQ, shared: Shared, run: Run, rows_here, group, tid):
