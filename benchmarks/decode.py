@@ -2,11 +2,13 @@
 
     python benchmarks/decode.py                             # every section
     python benchmarks/decode.py --cells lengths,pages --out rows.jsonl
+    python benchmarks/decode.py --clean                     # L2 emptied by reading
     python benchmarks/decode.py --list
 
 32 query heads, 8 KV heads, head_dim 128, bfloat16, one query token. Every output is compared with float32 first. ``graph`` is a
-replayed CUDA graph with the L2 cache overwritten in between, all entries of a cell in turns; ``eager`` is host and device
-together, from the call until the result is there. Bandwidth counts the keys and values in use, once.
+replayed CUDA graph with the L2 cache overwritten in between, all entries of a cell in turns; with ``--clean`` other memory is read
+in between, so that no dirty lines have to be written while the call runs (``flush`` in a row says which it was). ``eager`` is host
+and device together, from the call until the result is there. Bandwidth counts the keys and values in use, once for each sequence.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import peers  # noqa: E402
 import run as table  # noqa: E402
 import timing  # noqa: E402
 
+from attn3 import CacheView, Keys, decode  # noqa: E402
 from attn3.flash_attn_interface import flash_attn_with_kvcache  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -43,6 +46,9 @@ class Entry:
     lengths: tuple[int, ...]
     page: int | None = None
     dtype: torch.dtype = BF16
+    prefix: int = 0  # tokens that lie in the same pages for all
+    known: bool = False  # the call is told so
+    invariant: bool = False
 
     @property
     def gbytes(self) -> float:
@@ -52,7 +58,9 @@ class Entry:
     def label(self) -> str:
         uneven = "" if len(set(self.lengths)) == 1 else f", lengths {min(self.lengths)} to {max(self.lengths)}"
         cache = "no pages" if self.page is None else f"pages of {self.page}"
-        return f"{cache}{', e4m3 cache' if self.dtype == E4M3 else ''}{uneven}"
+        prefix = f", {self.prefix} in common" if self.prefix else ""
+        more = f"{' and read once' if self.known else ''}{', batch-invariant' if self.invariant else ''}"
+        return f"{cache}{', e4m3 cache' if self.dtype == E4M3 else ''}{uneven}{prefix}{more}"
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,29 @@ def uneven() -> list[Cell]:
 def fp8() -> list[Cell]:
     return [
         Cell(f"B{b} S{s}", tuple(Entry("attn3", (s,) * b, page, dtype) for page in (None, 16) for dtype in (BF16, E4M3)))
-        for b, s in ((8, 8192), (32, 8192), (1, 131072))
+        for b, s in ((8, 8192), (32, 8192), (64, 8192), (1, 131072))
     ]
+
+
+def shared() -> list[Cell]:
+    """A common prefix: read once, once for each sequence from the same pages, and as copies of each sequence's own."""
+    cells = []
+    for batch, prefix, own in ((64, 16384, 256), (64, 16384, 32), (16, 4096, 256)):
+        plain = Entry("attn3", (prefix + own,) * batch, 64)
+        told = replace(plain, prefix=prefix, known=True)
+        cells.append(Cell(f"B{batch} {prefix}+{own}", (told, replace(told, known=False), plain)))
+    return cells
+
+
+def invariant() -> list[Cell]:
+    sizes = ((1, 8192), (8, 8192), (1, 131072), (32, 8192), (64, 32768))
+    return [Cell(f"B{b} S{s}", tuple(Entry("attn3", (s,) * b, invariant=i) for i in (False, True))) for b, s in sizes]
+
+
+def eager() -> list[Cell]:
+    """Short calls, of which the host's part is largest; ``eager_us`` is what to look at."""
+    cells = [(1, 128, None), (1, 8192, None), (1, 8192, 64), (8, 1024, 64)]
+    return [Cell(f"B{b} S{s} eager", tuple(Entry(n, (s,) * b, page) for n in ("attn3", "fa3")), 0.05) for b, s, page in cells]
 
 
 def batches() -> list[Cell]:
@@ -93,7 +122,8 @@ def batches() -> list[Cell]:
     return [Cell(f"B{b} S4096", tuple(Entry(n, (4096,) * b) for n in ("attn3", "fa3")), 0.06) for b in range(10, 51, 4)]
 
 
-SECTIONS = {"lengths": lengths, "pages": pages, "uneven": uneven, "fp8": fp8, "batches": batches}
+SECTIONS = {"lengths": lengths, "pages": pages, "uneven": uneven, "fp8": fp8, "shared": shared, "invariant": invariant,
+            "eager": eager, "batches": batches}  # fmt: skip
 
 
 class Inputs:
@@ -109,12 +139,14 @@ class Inputs:
         self.q = normal(batch, 1, HEADS, DIM)
         shape = (batch, most)
         if page is not None:
-            counts = [-(-n // page) for n in lengths]
-            order = torch.randperm(sum(counts), device="cuda", generator=generator).to(torch.int32)
-            self.table = torch.zeros(batch, max(counts), dtype=torch.int32, device="cuda")
-            for b, part in enumerate(order.split(counts)):
-                self.table[b, : len(part)] = part
-            shape = (sum(counts), page)
+            in_common = entry.prefix // page
+            counts = [-(-n // page) - in_common for n in lengths]
+            order = torch.randperm(in_common + sum(counts), device="cuda", generator=generator).to(torch.int32)
+            self.table = torch.zeros(batch, in_common + max(counts), dtype=torch.int32, device="cuda")
+            self.table[:, :in_common] = order[:in_common]
+            for b, part in enumerate(order[in_common:].split(counts)):
+                self.table[b, in_common : in_common + len(part)] = part
+            shape = (len(order), page)
         self.k, self.v = (normal(*shape, KV_HEADS, DIM).to(entry.dtype) for _ in range(2))
         self.descale = torch.ones(batch, KV_HEADS, device="cuda") if entry.dtype == E4M3 else None
 
@@ -122,6 +154,11 @@ class Inputs:
         arguments = {"cache_seqlens": self.used, "page_table": self.table, "causal": True}
         if self.descale is not None:
             arguments |= {"k_descale": self.descale, "v_descale": self.descale}
+        if self.entry.known:
+            view = CacheView(self.k, self.v, Keys(self.used, self.table))
+            return lambda: decode(self.q, view, shared_prefix=self.entry.prefix)
+        if self.entry.invariant:
+            arguments["batch_invariant"] = True
         function = flash_attn_with_kvcache if self.entry.provider == "attn3" else fa3()
         return lambda: function(self.q, self.k, self.v, **arguments)
 
@@ -170,6 +207,7 @@ def measure(section: str, cell: Cell, watch: timing.CudaStopwatch, shared: dict,
     for entry in cell.entries:
         case = peers.Case(len(entry.lengths), 1, HEADS, KV_HEADS, DIM, "causal", label=f"{section}: {entry.label}")
         row = table.row_of(shared, "decode", case, entry.provider, entry.dtype, seqlen_k=max(entry.lengths))
+        row["flush"] = watch.flushed_by
         rows.append(row)
         try:
             inputs = Inputs(entry)
@@ -215,6 +253,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--providers", help="comma-separated; others are left out")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--section-s", type=float, default=SECTION_S, help="seconds after which a section starts no further cell")
+    parser.add_argument("--clean", action="store_true", help="empty L2 by reading, which leaves nothing to be written")
     parser.add_argument("--out", type=Path, help="file that rows are appended to")
     parser.add_argument("--commit", help="commit to record where the checkout has no git data")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
@@ -234,7 +273,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             for cell in cells:
                 print(name, cell.name, *(f"{e.provider} ({e.label})" for e in cell.entries), sep=" | ")
         return []
-    shared, watch = table.common("cuda", args.commit), timing.CudaStopwatch()
+    shared, watch = table.common("cuda", args.commit), timing.CudaStopwatch(args.clean)
     rows = []
     with open(args.out if args.out else "/dev/null", "a") as out, torch.no_grad():
         for name, cells in chosen.items():

@@ -67,10 +67,16 @@ class Replay:
 
 
 class CudaStopwatch:
-    """CUDA-graph replays, timed with events around each, L2 overwritten in between."""
+    """CUDA-graph replays, timed with events around each, L2 overwritten in between.
 
-    def __init__(self) -> None:
-        self.flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    What was overwritten still has to be written to memory, which the timed call pays for as it takes its place; ``clean`` reads
+    other memory in between instead, so that the call finds nothing of its own and nothing to write.
+    """
+
+    def __init__(self, clean: bool = False) -> None:
+        self.flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self.flushed_by = "reading" if clean else "overwriting"
+        self.empty_l2 = self.flush.max if clean else self.flush.zero_
 
     def prepare(self, call: Callable[[], Any]) -> Callable[[], Any]:
         return Replay(call)
@@ -79,7 +85,7 @@ class CudaStopwatch:
         """Microseconds of each of ``repeats`` runs."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
         for start, end in events:
-            self.flush.zero_()
+            self.empty_l2()
             start.record()
             replay()
             end.record()

@@ -248,16 +248,16 @@ def flash_attn_with_kvcache(
         raise Unsupported("q_descale is a tensor; FP8 queries are not supported, pass float16 or bfloat16 and no q_descale")
     _refuse(None, attention_chunk, 1, None, sm_margin)
     mask = _mask(causal, window_size)
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(t, Tensor):
-            raise AttentionError(f"{name} is {type(t).__name__}; pass a torch.Tensor")
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
+        tensors = (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
+        name, got = next((name, t) for name, t in tensors if not isinstance(t, Tensor))
+        raise AttentionError(f"{name} is {type(got).__name__}; pass a torch.Tensor")
     if cache_seqlens is None:
         if k is not None:
             raise AttentionError("cache_seqlens is None and k is given; pass the lengths before, which say where k goes")
-        cache_seqlens = capacity
+        cache_seqlens = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if isinstance(cache_seqlens, int):
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     splits = _splits(num_splits)
     describe = lambda q, used, n: Problem.of(
@@ -401,8 +401,10 @@ def _check_new(
     p: Problem,
 ) -> bool:  # fmt: skip
     """Checks what goes with new keys; is there a rotary embedding?"""
-    given = {"v": v, "rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": seqlens, "cu_seqlens_k_new": cu_seqlens}
+    if k is v is cos is sin is seqlens is cu_seqlens is None:
+        return False
     if k is None:
+        given = {"v": v, "rotary_cos": cos, "rotary_sin": sin, "rotary_seqlens": seqlens, "cu_seqlens_k_new": cu_seqlens}
         wrong = [name for name, t in given.items() if t is not None]
         if wrong:
             raise AttentionError(f"{', '.join(wrong)} given and k is None; they belong to new keys, pass k as well")

@@ -445,9 +445,11 @@ def forward(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | Non
         return _forward_fp8(problem, backend)
     if problem.mask_program is not None or problem.score_program is not None:
         return _forward_program(problem, backend)
-    if problem.keys is not None and (torch.compiler.is_compiling() or _observed(problem)):
-        _check_no_gradient(problem)
-        return _through_dispatcher(problem, backend)
+    if problem.keys is not None:  # no backend has a gradient of these
+        if torch.compiler.is_compiling() or _observed(problem):
+            _check_no_gradient(problem)
+            return _through_dispatcher(problem, backend)
+        return registry.select(problem, backend).forward(problem)
     if torch.compiler.is_compiling():
         return _differentiably(problem, backend) if problem.needs_grad else _through_dispatcher(problem, backend)
     if _observed(problem):

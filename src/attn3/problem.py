@@ -319,23 +319,25 @@ def _check_heads(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size) 
 
 
 def _check_cache_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    rank = 3 if packed else 4
-    if q.dim() != rank:
-        raise AttentionError(f"q has shape {tuple(q.shape)}; pass {rank} dimensions, {_SHAPES[packed]}")
-    for name, t in (("k_cache", k), ("v_cache", v)):
-        if t.dim() != 4:
-            raise AttentionError(
-                f"{name} has shape {tuple(t.shape)}; pass 4 dimensions, (pages, page_size, kv_heads, head_dim) or"
-                " (rows, capacity, kv_heads, head_dim)"
-            )
-    if q.dtype not in DTYPES:
-        raise AttentionError(f"q has dtype {q.dtype}; pass float16 or bfloat16 (on the CPU also float32 or float64)")
-    if k.dtype != v.dtype or (k.dtype != q.dtype and k.dtype not in CACHE_DTYPES):
-        raise AttentionError(f"k_cache, v_cache have dtype {k.dtype}, {v.dtype}; both need q's, {q.dtype}, or float8_e4m3fn")
-    if k.device != q.device or v.device != q.device:
-        raise AttentionError(f"q, k_cache, v_cache are on {q.device}, {k.device}, {v.device}; move them to one device")
-    _check_heads(q.shape, k.shape, v.shape)
-    if k.shape[:2] != v.shape[:2]:
+    rank, q_shape, k_shape, v_shape = 3 if packed else 4, q.shape, k.shape, v.shape
+    if len(q_shape) != rank:
+        raise AttentionError(f"q has shape {tuple(q_shape)}; pass {rank} dimensions, {_SHAPES[packed]}")
+    if len(k_shape) != 4 or len(v_shape) != 4:
+        name, got = ("k_cache", k_shape) if len(k_shape) != 4 else ("v_cache", v_shape)
+        raise AttentionError(
+            f"{name} has shape {tuple(got)}; pass 4 dimensions, (pages, page_size, kv_heads, head_dim) or"
+            " (rows, capacity, kv_heads, head_dim)"
+        )
+    dtype, k_dtype = q.dtype, k.dtype
+    if dtype not in DTYPES:
+        raise AttentionError(f"q has dtype {dtype}; pass float16 or bfloat16 (on the CPU also float32 or float64)")
+    if k_dtype != v.dtype or (k_dtype != dtype and k_dtype not in CACHE_DTYPES):
+        raise AttentionError(f"k_cache, v_cache have dtype {k_dtype}, {v.dtype}; both need q's, {dtype}, or float8_e4m3fn")
+    device = q.device
+    if k.device != device or v.device != device:
+        raise AttentionError(f"q, k_cache, v_cache are on {device}, {k.device}, {v.device}; move them to one device")
+    _check_heads(q_shape, k_shape, v_shape)
+    if k_shape[0] != v_shape[0] or k_shape[1] != v_shape[1]:
         raise AttentionError(f"k_cache has shape {tuple(k.shape)} and v_cache {tuple(v.shape)}; the first two sizes must be equal")
 
 
@@ -377,9 +379,10 @@ def _check_keys(p: Problem) -> None:
         raise AttentionError(
             f"k_cache has {p.k.shape[0]} rows and q has batch {batch}; they must be equal, or pass cache_batch_idx or page_table"
         )
-    if keys.capacity(p.k) > 0 and p.k.shape[0] == 0 and batch > 0:
+    if p.k.shape[0] == 0 and batch > 0 and keys.capacity(p.k) > 0:
         raise AttentionError(f"k_cache has shape {tuple(p.k.shape)}; pass a cache with at least one page (row)")
-    for name, descale in (("k_descale", keys.k_descale), ("v_descale", keys.v_descale)):
+    descales = (("k_descale", keys.k_descale), ("v_descale", keys.v_descale))
+    for name, descale in () if keys.k_descale is keys.v_descale is None else descales:
         if descale is None:
             continue
         if p.k.dtype not in CACHE_DTYPES:

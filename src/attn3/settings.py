@@ -16,7 +16,7 @@ VARIABLES = {
 
 
 _ENVIRONMENT = os.environ._data  # what os.environ encodes names for and looks them up in
-_BACKEND = os.environ.encodekey("ATTN3_BACKEND")
+_BACKEND, _CHECKS = (os.environ.encodekey(name) for name in ("ATTN3_BACKEND", "ATTN3_CHECKS"))
 
 
 def _flag(name: str) -> bool:
@@ -42,7 +42,7 @@ def disk_cache_enabled() -> bool:
 
 
 def value_checks() -> bool:
-    return _flag("ATTN3_CHECKS")
+    return _CHECKS in _ENVIRONMENT and _flag("ATTN3_CHECKS")  # asked in every call, too
 
 
 def fp8_float32() -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn3.backends.hopper.config_decode import AppendFeatures, DecodeFeatures, choose
+from attn3.backends.hopper import config_decode
+from attn3.backends.hopper.config_decode import AppendFeatures, DecodeFeatures
 
 
 def describe(features: DecodeFeatures) -> tuple[Any, list[Any]]:
@@ -16,9 +17,9 @@ def describe(features: DecodeFeatures) -> tuple[Any, list[Any]]:
     from attn3.backends.hopper.kernels.decode import DecodeKernel
     from attn3.backends.hopper.kernels.forward import DTYPES
 
-    f, dtype, tile = features, DTYPES[features.dtype], choose(features)
+    f, dtype, tile = features, DTYPES[features.dtype], config_decode.choose(features)
     size, any_stride = cute.sym_int, cute.sym_int64
-    batch, seqlen_q, heads, kv_heads, pages, page_size, slots, rows_of_part = (size() for _ in range(8))
+    batch, seqlen_q, heads, kv_heads, pages, page_size = (size() for _ in range(6))
 
     def rows(element: Any, dim: int) -> Any:
         shape = (seqlen_q, heads, dim) if f.packed else (batch, seqlen_q, heads, dim)
@@ -38,15 +39,13 @@ def describe(features: DecodeFeatures) -> tuple[Any, list[Any]]:
     lse_shape = (heads, seqlen_q) if f.packed else (batch, heads, seqlen_q)
     lse = make_fake_tensor(Float32, lse_shape, (*(any_stride() for _ in lse_shape[:-1]), 1), assumed_align=4)
     table = make_fake_tensor(Int32, (batch, size()), (any_stride(), 1), assumed_align=4)
-    width = tile.head_dim_v
-    partial = make_fake_tensor(Float32, (slots, rows_of_part, width), (any_stride(divisibility=width), width, 1), assumed_align=16)
+    scratch = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
     return DecodeKernel(f, tile), [
         rows(dtype, f.head_dim), cache(f.head_dim), cache(f.head_dim_v), rows(Float32 if f.out_float32 else dtype, f.head_dim_v),
         lse if f.lse else None, vector(batch), table if f.paged else None, vector(batch, given=f.rows),
         vector(batch, given=f.leftpad), vector(size(), given=f.packed), vector(heads, Float32, given=f.sinks),
-        numbers(f.k_descale), numbers(f.v_descale), partial,
-        make_fake_tensor(Float32, (slots, rows_of_part), (any_stride(), 1), assumed_align=4), vector(size()),
-        Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0), Int32(1), Int32(264),
+        numbers(f.k_descale), numbers(f.v_descale), scratch, vector(size()),
+        Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0), Int32(1), Int32(528), Int32(4), Int32(264),
     ]  # fmt: skip
 
 

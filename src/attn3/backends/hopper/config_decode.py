@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cache
 
+from attn3.backends.hopper.parts.splits import LEAST, Late
+
 ROWS = 64  # (query row, head of a group) pairs of a tile
 BLOCK = 64  # keys of a block
 CHUNK = 32  # blocks of a part where parts do not depend on the other sequences
 SMEM_OF_SM = 228 * 1024  # of which the system takes 1 KB for each CTA
 SMEM_OF_CTA = 227 * 1024
-OTHER_SMEM = 512  # barriers and a few words
+OTHER_SMEM = 1024  # barriers and a few words
 REGISTERS = 65536
 MOST_STAGES = 6
+MOST_CTAS = 2  # that share an SM
+TRACE = ("begin", "placed", "first box asked for", "first K", "own stretch done", "last block done", "end", "ns at begin", "ns at end",
+         "SM", "stretches taken")  # fmt: skip  # clock ticks unless said otherwise
+LATE = Late(2, 4)  # a quarter of each segment, in two stretches
 
 
 @dataclass(frozen=True)
@@ -51,23 +57,29 @@ class DecodeTile:
     head_dim: int  # width that is computed in; columns behind the features' are zero
     head_dim_v: int
     ctas: int  # that share an SM
-    stages: int  # blocks of K and V in 16 bits
+    stages: int  # blocks of K in 16 bits
+    stages_v: int  # of V; the same, unless they come from an 8-bit cache
     staged: int  # blocks of an 8-bit cache on their way; 0 for others
     registers: tuple[int, int]  # of a thread that loads, that attends
+    least: int = LEAST  # blocks that are worth a CTA of their own
+    late: Late = Late()  # what is left to CTAs that are done early: parts/splits.py
+    evict_first: bool = False  # keys that are read once leave the L2 cache first: 2 to 4 % slower where it holds somebody's writes
+    trace: bool = False  # for benchmarks/decode_variants.py: each CTA writes behind its scratch when it got where
 
     @property
     def smem_bytes(self) -> int:
         """Of one CTA."""
-        pair = self.head_dim + self.head_dim_v
-        return 2 * ROWS * self.head_dim + BLOCK * pair * (2 * self.stages + self.staged) + OTHER_SMEM
+        wide = 2 * self.head_dim * self.stages + 2 * self.head_dim_v * self.stages_v
+        return 2 * ROWS * self.head_dim + BLOCK * (wide + (self.head_dim + self.head_dim_v) * self.staged) + OTHER_SMEM
 
     def __str__(self) -> str:
-        staged = f", {self.staged} blocks in 8 bits on their way" if self.staged else ""
-        return f"{ROWS}x{BLOCK} ({self.ctas} CTAs an SM, {self.stages} stages{staged}), for D{self.head_dim}/{self.head_dim_v}"
+        more = f" of K, {self.stages_v} of V, {self.staged} blocks in 8 bits on their way" if self.staged else ""
+        return f"{ROWS}x{BLOCK} ({self.ctas} CTAs an SM, {self.stages} stages{more}), for D{self.head_dim}/{self.head_dim_v}"
 
     def check(self) -> None:
         assert self.ctas * (self.smem_bytes + 1024) <= SMEM_OF_SM, f"{self}: {self.smem_bytes} bytes of shared memory"
         assert self.smem_bytes <= SMEM_OF_CTA, f"{self}: {self.smem_bytes} bytes of shared memory"
+        assert self.staged or self.stages == self.stages_v, f"{self}: {self.stages_v} stages of V"
         assert self.ctas * 128 * sum(self.registers) <= REGISTERS, f"{self}: too many registers"
         accumulators = BLOCK // 2 + BLOCK // 4 + self.head_dim_v // 2  # S, P and O
         assert accumulators + 40 <= self.registers[1], f"{self}: {accumulators} registers for the accumulators"
@@ -77,7 +89,9 @@ class DecodeTile:
 def choose(features: DecodeFeatures) -> DecodeTile:
     """Two CTAs an SM where O leaves room for that in the registers: one's softmax then runs under the other's loads.
 
-    As many stages as fit. 33 KB in flight for each SM are what the memory's latency asks for; there are at least 64 KB here.
+    As many stages as fit. Of an 8-bit cache K has two in 16 bits where that leaves three blocks on their way: the next K is then
+    widened under this block's products, and V under the softmax. 33 KB in flight for each SM are what the memory's latency asks
+    for; there are at least 64 KB here.
     """
     f = features
     width, width_v = (-(-dim // 64) * 64 for dim in (f.head_dim, f.head_dim_v))
@@ -85,13 +99,14 @@ def choose(features: DecodeFeatures) -> DecodeTile:
     room = min(SMEM_OF_SM // ctas - 1024, SMEM_OF_CTA) - OTHER_SMEM - 2 * ROWS * width
     block = BLOCK * (width + width_v)  # bytes of a block in 8 bits
     stages, staged = min(MOST_STAGES, room // (2 * block)), 0
+    stages_v = stages
     if f.e4m3:
-        stages = 1
-        staged = min(MOST_STAGES, (room - 2 * block) // block)
+        stages, stages_v = (2, 1) if room - BLOCK * (4 * width + 2 * width_v) >= 3 * block else (1, 1)
+        staged = min(MOST_STAGES, (room - 2 * BLOCK * (width * stages + width_v)) // block)
     slots = f.box == 0 or f.e4m3
-    loading = (88 if ctas == 2 else 152) if slots else 40
+    loading = (96 if ctas == 2 else 152) if slots else 40
     attending = 256 - loading if ctas == 2 else 240
-    tile = DecodeTile(width, width_v, ctas, stages, staged, (loading, attending))
+    tile = DecodeTile(width, width_v, ctas, stages, stages_v, staged, (loading, attending), late=LATE)
     tile.check()
     return tile
 

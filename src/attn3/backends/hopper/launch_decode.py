@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn3.backends.hopper import compile, config_decode, environment, launch
-from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, DecodeFeatures
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_CTAS, ROWS, DecodeFeatures
 from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, WIDEST_V
 from attn3.backends.hopper.parts import splits as line
 
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
     kernel: Callable[..., None]
     columns: slice | None
-    width: int  # of a row of scratch
+    scratch: int  # float32 numbers
     slots: int
     ctas: int
 
@@ -40,9 +40,12 @@ class _Part(NamedTuple):
 class _Plan(NamedTuple):
     """What calls of one shape have in common, worked out once."""
 
+    out_shape: tuple[int, ...]
+    like_q: bool  # out is like q, the cheapest way to allocate it
     lse_shape: tuple[int, ...] | None
     rows: int  # of a part in scratch
-    counters: int  # of this call alone; 0: those that calls on a stream share
+    counters: int
+    shared: bool  # by calls on a stream; else they are this call's alone
     device: int
     parts: tuple[_Part, ...]
     values: tuple[float, float, int, int]  # c, inner, left, right
@@ -119,9 +122,9 @@ def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
 
 def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
     """How the keys are shared out is for the device to say: ``num_splits`` is what ``partials`` hands out."""
-    plan = _plan_of(p)
-    out = p.q.new_empty(p.out_shape(), dtype=p.out_dtype)
-    lse = None if plan.lse_shape is None else p.q.new_empty(plan.lse_shape, dtype=torch.float32)
+    q, plan = p.q, _plan_of(p)
+    out = torch.empty_like(q) if plan.like_q else q.new_empty(plan.out_shape, dtype=p.out_dtype)
+    lse = None if plan.lse_shape is None else q.new_empty(plan.lse_shape, dtype=torch.float32)
     _run(p, plan, out, lse, 0, 1)
     return out, lse
 
@@ -141,8 +144,9 @@ def partials(p: Problem) -> tuple[Tensor, Tensor]:
 def _plan_of(p: Problem) -> _Plan:
     q, k, keys, table = p.q, p.k, p.keys, p.keys.page_table
     key = (q.shape, k.shape, p.v.shape, keys.used.shape, None if table is None else table.shape, q.dtype, k.dtype, q.device,
-           p.mask, p.score, p.scale, p.return_lse, p.out_dtype, p.sinks is None, p.packed, keys.batch_idx is None,
-           keys.leftpad is None, keys.k_descale is None, keys.v_descale is None, invariant(p))  # fmt: skip
+           p.mask, p.score, p.scale, p.return_lse, p.out_dtype, p.sinks is None, p.cu_seqlens_q is None, keys.batch_idx is None,
+           keys.leftpad is None, keys.k_descale is None, keys.v_descale is None, p.batch_invariant or p.num_splits == 1,
+           q.is_contiguous())  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
@@ -158,21 +162,30 @@ def _plan(p: Problem) -> _Plan:
         c, inner = max(abs(p.scale) * LOG2_E, SMALLEST_SCALE), 0.0
     else:
         c, inner = p.softcap * LOG2_E, p.scale / p.softcap
-    parts, group, counters = [], p.heads // p.kv_heads, 0
+    parts, group, units, counters = [], p.heads // p.kv_heads, 0, 0
+    # max_seqlen_q is a hint, which memory must not depend on
+    rows_of_part = min(ROWS, (q.shape[0] if p.packed else q.shape[1]) * group)
     if invariant(p):
         rows = q.shape[0] if p.packed else q.shape[0] * q.shape[1]
-        counters = line.most_units(p.batch, rows, group, p.kv_heads, p.keys.capacity(p.k), BLOCK, ROWS, CHUNK)
+        units = line.most_units(p.batch, rows, group, p.kv_heads, p.keys.capacity(p.k), BLOCK, ROWS, CHUNK)
     # TMA cannot describe an empty tensor
     if math.prod(p.out_shape()) > 0 and p.batch > 0 and p.keys.capacity(p.k) > 0:
         for start in range(0, p.head_dim_v, WIDEST_V):
             features = features_of(p, min(WIDEST_V, p.head_dim_v - start))
             columns = slice(start, start + features.head_dim_v) if p.head_dim_v > WIDEST_V else None
             tile = config_decode.choose(features)
-            ctas = tile.ctas * environment.processors(index)
-            parts.append(_Part(compile.kernel(features), columns, tile.head_dim_v, counters or 2 * ctas, ctas))
-    # max_seqlen_q is a hint, which memory must not depend on
-    rows = min(ROWS, (q.shape[0] if p.packed else q.shape[1]) * group)
-    return _Plan(p.lse_shape() if p.return_lse else None, rows, counters, index, tuple(parts), (c, inner, left or 0, right or 0))
+            processors = environment.processors(index)
+            ctas = tile.ctas * processors
+            slots = units or 2 * line.most_stretches(ctas, tile.late)
+            scratch = slots * rows_of_part * (tile.head_dim_v + 1) + tile.trace * ctas * len(config_decode.TRACE)
+            # as many for one CTA an SM as for two, so that there is one set for all calls that share
+            counters = max(counters, 1 + (units or line.most_stretches(MOST_CTAS * processors, tile.late)))
+            parts.append(_Part(compile.kernel(features), columns, scratch, slots, ctas))
+    lse_shape = p.lse_shape() if p.return_lse else None
+    values = c, inner, left or 0, right or 0
+    out_shape = p.out_shape()
+    like_q = q.is_contiguous() and p.out_dtype == q.dtype and out_shape == tuple(q.shape)
+    return _Plan(out_shape, like_q, lse_shape, rows_of_part, counters, not units, index, tuple(parts), values)
 
 
 def _run(p: Problem, plan: _Plan, out: Tensor, lse: Tensor | None, split: int, splits: int) -> None:
@@ -199,16 +212,15 @@ def _launch(p: Problem, plan: _Plan, out: Tensor, lse: Tensor | None, split: int
     lengths = (keys.used, table, keys.batch_idx, keys.leftpad, p.cu_seqlens_q)
     if not all(t is None or t is table or t.is_contiguous() for t in lengths):
         lengths = tuple(t if t is None or t is table else t.contiguous() for t in lengths)
-    if plan.counters:
-        counters = q.new_zeros(plan.counters, dtype=torch.int32)
+    if plan.shared:
+        counters = launch.counters(index, plan.counters)
     else:
-        counters = launch.counters(index, 2 * environment.processors(index))
-    for kernel, columns, width, slots, ctas in plan.parts:
+        counters = q.new_zeros(plan.counters, dtype=torch.int32)
+    for kernel, columns, size, slots, ctas in plan.parts:
         v_part, out_part = (v, out) if columns is None else (v[..., columns], out[..., columns])
-        partial_o = q.new_empty((slots, plan.rows, width), dtype=torch.float32)
-        partial_lse = q.new_empty((slots, plan.rows), dtype=torch.float32)
-        kernel(q, k, v_part, out_part, lse, *lengths, sinks, keys.k_descale, keys.v_descale, partial_o, partial_lse, counters,
-               *plan.values, split, splits, ctas)  # fmt: skip
+        scratch = q.new_empty(size, dtype=torch.float32)
+        kernel(q, k, v_part, out_part, lse, *lengths, sinks, keys.k_descale, keys.v_descale, scratch, counters, *plan.values,
+               split, splits, slots, plan.rows, ctas)  # fmt: skip
 
 
 def _over_no_keys(p: Problem, out: Tensor, lse: Tensor | None) -> None:

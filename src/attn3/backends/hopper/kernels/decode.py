@@ -1,12 +1,20 @@
 """The decode kernel for sm_90a: few query rows over a KV cache, with or without pages.
 
 The rows of a tile are (query row, head of a group) pairs, so that all query heads that share a KV head read its keys once. Every
-CTA works through an equal stretch of all the call's key blocks (parts/splits.py). What it cannot finish alone goes to float32
-scratch; of the CTAs that have parts of an item, the one that comes last merges them. (A second kernel for that would have to wait
-until the last CTA of all is done, and costs a launch: two to three microseconds of the fifteen that a short call takes.)
+CTA works through a stretch of all the call's key blocks, then takes short ones from a counter (parts/splits.py). What it cannot
+finish alone goes to float32 scratch; of the CTAs that have parts of an item, the one that comes last merges them. (A second kernel
+for that would have to wait until the last CTA of all is done, and costs a launch: two to three microseconds of the fifteen that a
+short call takes.)
+
+No CTA ever waits for another one: a part is merged by whoever finds that all others have arrived, and who finds the counter
+at its end leaves. Inside a CTA the loader waits for the attending warps when it has a stretch for them and they have not taken the
+one ``SLOTS`` before. They get there, since whatever belongs to the stretches before that one has been handed to them: TMA does so
+by itself, and of what has been loaded slot by slot at most MOST_STAGES - 1 blocks are not handed over, which belong to as many of
+the last stretches, each having a block at least (after one that has none, everything is handed over).
 
 One warpgroup loads: by TMA where ``box`` keys lie within one page, else with cp.async, key by key, through the page table. An
-8-bit cache lands in a staging buffer, from which the same threads write K and V in 16 bits. One warpgroup attends, block after
+8-bit cache lands in a staging buffer, from which the same threads write K and V in float16, which holds every e4m3 number and is
+one conversion away; bfloat16 queries are brought into its range by a power of two for each row. One warpgroup attends, block after
 block, with an online softmax: the time goes into reading the cache.
 """
 
@@ -16,11 +24,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, DecodeFeatures, DecodeTile
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_STAGES, ROWS, TRACE, DecodeFeatures, DecodeTile
 from attn3.backends.hopper.kernels.forward import DTYPES, LOG2_E, WG
 from attn3.backends.hopper.parts import line, score, softmax, splits
 from attn3.backends.hopper.parts.line import Lengths
@@ -29,6 +37,7 @@ from attn3.backends.hopper.parts.softmax import LN2, NEG_INF
 
 ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 BAR = 1  # named barrier of the attending warpgroup
+EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
 DEEP = 16  # loads of a merging thread in flight
 PANEL = 64  # 16-bit columns that lie side by side in shared memory: a swizzled row of 128 bytes
 
@@ -55,11 +64,12 @@ class Out(NamedTuple):
     lse: Any  # None: not wanted
     sinks: Any
     v_descale: Any
-    partial_o: Any  # (2 * ctas, rows, head_dim_v padded) float32; invariant: (places in the line, …)
-    partial_lse: Any  # (2 * ctas, rows) float32
-    # (ctas,) int32, zero before and after: parts that have arrived of the item whose first block is that CTA's; invariant: of the
-    # item that begins at that place in the line
+    partial_o: Any  # (2 * stretches, rows, head_dim_v padded) float32; invariant: (places in the line, …)
+    partial_lse: Any  # (2 * stretches, rows) float32
+    # (stretches + 1,) int32, zero before and after: parts that have arrived of the item whose first block is that stretch's
+    # (invariant: of the item that begins at that place in the line); the last one counts how often a stretch was asked for
     counters: Any
+    trace: Any  # (ctas, TRACE) int32 or None
 
 
 class Scores(NamedTuple):
@@ -76,22 +86,32 @@ class Shared(NamedTuple):
     k: Any  # with stages
     v: Any
     staging: Any  # of an 8-bit cache
-    words: Any  # 0 … 4: the stretch, 5: parts that had arrived
+    words: Any  # 0 … 5: a CTA's own stretch, 6: parts that had arrived, 8 …: how the line is cut
+    tickets: Any  # (words, slots): stretches from the counter
+    factors: Any  # of the scores of each row, where queries are scaled
 
 
 class Rings(NamedTuple):
     k: Any
     v: Any
+    tickets_full: Any  # barriers
+    tickets_empty: Any
 
 
 class Stretch(NamedTuple):
     """A CTA's place in the line of blocks."""
 
     total: Any
+    number: Any  # of the stretch
     at: Any
-    end: Any
+    end: Any  # at, where there is nothing
     batch: Any  # the sequence of the block at ``at``
     base: Any  # its first block
+
+
+TICKET = 5  # words of a stretch that is handed out: all but the total
+SLOTS = 8  # stretches that the loader can be ahead
+assert SLOTS >= MOST_STAGES
 
 
 class Run(NamedTuple):
@@ -118,11 +138,14 @@ class DecodeKernel:
     def __init__(self, features: DecodeFeatures, tile: DecodeTile):
         f = self.features = features
         self.tile = tile
-        self.dtype, self.d, self.dv = DTYPES[f.dtype], tile.head_dim, tile.head_dim_v
+        self.dtype = Float16 if f.e4m3 else DTYPES[f.dtype]  # of the products
+        self.scaled = f.e4m3 and DTYPES[f.dtype] is BFloat16
+        self.d, self.dv = tile.head_dim, tile.head_dim_v
         self.element = Uint8 if f.e4m3 else self.dtype  # of the cache
         self.slots = f.box == 0 or f.e4m3
-        self.chunk, self.least = (CHUNK, 1) if f.invariant else (1, splits.LEAST)
-        self.start = softmax.start_of(self.dtype)
+        self.chunk, self.least = (CHUNK, 1) if f.invariant else (1, tile.least)
+        # log2 of a row's largest P. The maximum is never passed, so float16 can begin near its upper end and keeps small P as well
+        self.start = 15 if self.dtype is Float16 else softmax.start_of(self.dtype)
 
     # ------------------------------------------------------------------------------------------------------------ host
     @cute.jit
@@ -141,8 +164,7 @@ class DecodeKernel:
         sinks: cute.Tensor | None,  # (heads,) float32
         k_descale: cute.Tensor | None,  # (batch, kv_heads) float32
         v_descale: cute.Tensor | None,
-        partial_o: cute.Tensor,
-        partial_lse: cute.Tensor,
+        scratch: cute.Tensor,  # slots * rows_of_part * (head_dim_v padded + 1) float32
         counters: cute.Tensor,
         c: Float32,
         inner: Float32,
@@ -150,6 +172,8 @@ class DecodeKernel:
         right: Int32,
         split: Int32,
         splits: Int32,
+        slots: Int32,
+        rows_of_part: Int32,
         ctas: Int32,
         stream,
     ):
@@ -161,7 +185,7 @@ class DecodeKernel:
         mma_pv = mma(self.dv, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
         sQ_l = sm90.make_smem_layout_a(ROW, (ROWS, BLOCK, self.d), self.dtype, 1)
         sK_l = sm90.make_smem_layout_b(ROW, (ROWS, BLOCK, self.d), self.dtype, self.tile.stages)
-        sV_l = sm90.make_smem_layout_b(COL, (ROWS, self.dv, BLOCK), self.dtype, self.tile.stages)
+        sV_l = sm90.make_smem_layout_b(COL, (ROWS, self.dv, BLOCK), self.dtype, self.tile.stages_v)
         boxes_k, boxes_v = None, None
         if const_expr(not self.slots):
             boxes_k, boxes_v = self.boxes(mK), self.boxes(mV)
@@ -172,9 +196,20 @@ class DecodeKernel:
             used, leftpad, cu_q, used.shape[0], Int32(0) if const_expr(f.packed) else mQ.shape[1], mQ.shape[0], capacity,
             left if const_expr(f.left) else None, split, splits, heads // mK.shape[2], mK.shape[2],
         )  # fmt: skip
+        size = cute.assume(Int64(rows_of_part) * self.dv, divby=self.dv)
+        partial_o = cute.make_tensor(
+            scratch.iterator, cute.make_layout((slots, rows_of_part, self.dv), stride=(size, self.dv, 1))
+        )  # fmt: skip
+        partial_lse = cute.make_tensor(
+            scratch.iterator + size * slots, cute.make_layout((slots, rows_of_part), stride=(Int64(rows_of_part), 1))
+        )
+        trace = None
+        if const_expr(self.tile.trace):
+            behind = cute.recast_ptr(scratch.iterator + (size + rows_of_part) * slots, dtype=Int32)
+            trace = cute.make_tensor(behind, cute.make_layout((ctas, len(TRACE)), stride=(len(TRACE), 1)))
         self.kernel(
             mQ, Cache(mK, mV, table, rows, cute.FastDivmodDivisorV2(page_size)), boxes_k, boxes_v, lengths,
-            Out(mO, mLSE, sinks, v_descale, partial_o, partial_lse, counters), Scores(c, inner, right, k_descale), mma_qk, mma_pv,
+            Out(mO, mLSE, sinks, v_descale, partial_o, partial_lse, counters, trace), Scores(c, inner, right, k_descale), mma_qk, mma_pv,
             sQ_l, sK_l, sV_l, heads, ctas,
         ).launch(
             grid=[ctas, 1, 1], block=[2 * WG, 1, 1], min_blocks_per_mp=self.tile.ctas, preferred_smem_carveout=100, stream=stream
@@ -198,48 +233,120 @@ class DecodeKernel:
         tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tidx // WG)
+        self.note(to, 0, warp == 0)
+        self.note(to, 7, warp == 0, "globaltimer_lo")
+        self.note(to, 9, warp == 0, "smid")
         smem = cutlass.memory.SmemAllocator()
         alloc = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, swizzle=l.inner)
         sQ, sK, sV = alloc(sQ_l), alloc(sK_l), alloc(sV_l)
         staging = None
         if const_expr(self.features.e4m3):
             staging = smem.allocate_tensor(Uint8, self.staging_layout(), 128)
-        bars_k, bars_v = (smem.allocate_array(Int64, 2 * self.tile.stages) for _ in range(2))
-        words = smem.allocate_tensor(Int32, cute.make_layout(8), 16)
-        shared, rings = Shared(sQ, sK, sV, staging, words), Rings(self.ring(bars_k, self.d), self.ring(bars_v, self.dv))
-        if warp == 0:
+        bars_k, bars_v = (smem.allocate_array(Int64, 2 * n) for n in (self.tile.stages, self.tile.stages_v))
+        tickets_full, tickets_empty = (smem.allocate_array(Int64, SLOTS) for _ in range(2))
+        words = smem.allocate_tensor(Int32, cute.make_layout(16), 16)
+        tickets = smem.allocate_tensor(Int32, cute.make_layout((8, SLOTS)), 16)
+        factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16) if const_expr(self.scaled) else None
+        shared = Shared(sQ, sK, sV, staging, words, tickets, factors)
+        rings = Rings(self.ring(bars_k, self.d, self.tile.stages), self.ring(bars_v, self.dv, self.tile.stages_v),
+                      tickets_full, tickets_empty)  # fmt: skip
+        if warp == WG // 32:  # while another warp sets up the barriers
+            line.place(lengths, bidx, ctas, words, self.chunk, self.least, self.tile.late)
+        elif warp == 0:
             if const_expr(not self.slots):
                 cpasync.prefetch_descriptor(boxes_k.atom)
                 cpasync.prefetch_descriptor(boxes_v.atom)
-            line.place(lengths, bidx, ctas, words, self.chunk, self.least)
+            if cute.arch.lane_idx() == 0:
+                for i in cutlass.range_constexpr(SLOTS):
+                    cute.arch.mbarrier_init(tickets_full + i, 1)
+                    cute.arch.mbarrier_init(tickets_empty + i, 2 * WG // 32 - 1 if self.slots else WG // 32)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        stretch = Stretch(*(cute.arch.make_warp_uniform(words[i]) for i in range(5)))
+        self.note(to, 1, warp == 0)
+        stretch = Stretch(*(cute.arch.make_warp_uniform(words[i]) for i in range(6)))
 
         if wg == 0:  # ---------------------------------------------------------------------------------------- producer
             cute.arch.setmaxregister_decrease(self.tile.registers[0])
             if const_expr(self.slots):
-                self.load_slots(cache, lengths, stretch, shared, rings)
+                self.load_slots(cache, to, lengths, stretch, shared, rings)
             elif warp == 0:
-                self.load_boxes(cache, boxes_k, boxes_v, lengths, stretch, shared, rings)
+                self.load_boxes(cache, boxes_k, boxes_v, to, lengths, stretch, shared, rings)
         else:  # ---------------------------------------------------------------------------------------------- consumers
             cute.arch.setmaxregister_increase(self.tile.registers[1])
-            self.attend(mQ, to, lengths, stretch, scores, ctas, shared, mma_qk, mma_pv, rings)
+            self.attend(mQ, to, lengths, stretch, scores, shared, mma_qk, mma_pv, rings)
+            self.note(to, 6, warp == WG // 32)
+            self.note(to, 8, warp == WG // 32, "globaltimer_lo")
             if const_expr(self.features.packed):
                 self.clear_rows_of_no_sequence(to, lengths, heads, ctas)
 
-    def ring(self, bars, width: int):
+    @cute.jit
+    def note(self, to: Out, what: cutlass.Constexpr, when, register: cutlass.Constexpr = "clock"):
+        """One line of TRACE, where it is wanted"""
+        if const_expr(to.trace is not None):
+            if when & (cute.arch.lane_idx() == 0):
+                to.trace[cute.arch.block_idx()[0], what] = Int32(getattr(cute.arch, register)())
+
+    def ring(self, bars, width: int, stages: int):
         """The pipeline of K's, or of V's, stages."""
         group = lambda n: pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
-        common = {"barrier_storage": bars, "num_stages": self.tile.stages, "defer_sync": True}
+        common = {"barrier_storage": bars, "num_stages": stages, "defer_sync": True}
         if self.slots:
             return pipeline.PipelineAsync.create(producer_group=group(WG), consumer_group=group(WG), **common)
         return pipeline.PipelineTmaAsync.create(
             producer_group=group(1), consumer_group=group(WG // 32), tx_count=BLOCK * width * 2, **common
         )
 
+    def cut(self, words):
+        """How the line is cut, as ``line.place`` found it."""
+        return splits.Share(*(words[8 + i] for i in range(5)))
+
     @cute.jit
-    def run_at(self, lengths: Lengths, stretch: Stretch, at, batch, base):
+    def hand_out(self, to: Out, lengths: Lengths, total, batch, base, shared: Shared, rings: Rings, n):
+        """One warp of the loader: the next stretch from the counter, for itself and into slot n % SLOTS for the others.
+
+        Each CTA with a stretch of its own asks until it gets a number that is none's, once. Whoever gets the highest number that
+        can be given is the last to ask, and sets the counter back.
+        """
+        cut = self.cut(shared.words)
+        number, at, end = Int32(0), Int32(0), Int32(0)
+        if cut.late > 0:
+            last = cut.ctas * cut.late
+            if cute.arch.lane_idx() == 0:
+                counter = cute.size(to.counters) - 1
+                number = cute.arch.atomic_add(to.counters.iterator + counter, Int32(1), sem="relaxed", scope="gpu")
+                if number == last + cut.ctas - 1:
+                    to.counters[counter] = 0
+            number = cute.arch.shuffle_sync(number, 0)
+            if number < last:
+                number = splits.handed_out(number, cut, cutlass.max)
+                at = splits.start_of(number, cut, total, cutlass.min)
+                end = splits.start_of(number + 1, cut, total, cutlass.min)
+                batch, base = line.locate(lengths, at, batch, base, self.chunk)
+            cute.arch.mbarrier_wait(rings.tickets_empty + n % SLOTS, (n // SLOTS % 2) ^ 1)
+            if cute.arch.lane_idx() == 0:
+                slot = shared.tickets[None, n % SLOTS]
+                slot[0], slot[1], slot[2], slot[3], slot[4] = number, at, end, batch, base
+                cute.arch.mbarrier_arrive(rings.tickets_full + n % SLOTS)
+        uniform = cute.arch.make_warp_uniform
+        return uniform(number), uniform(at), uniform(end), uniform(batch), uniform(base)
+
+    @cute.jit
+    def take(self, shared: Shared, rings: Rings, n):
+        """Any other warp: what ``hand_out`` found."""
+        got = cute.make_rmem_tensor(TICKET, Int32)
+        got.fill(0)
+        if self.cut(shared.words).late > 0:
+            cute.arch.mbarrier_wait(rings.tickets_full + n % SLOTS, n // SLOTS % 2)
+            for i in cutlass.range_constexpr(TICKET):
+                got[i] = shared.tickets[i, n % SLOTS]
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(rings.tickets_empty + n % SLOTS)
+        uniform = cute.arch.make_warp_uniform
+        return uniform(got[0]), uniform(got[1]), uniform(got[2]), uniform(got[3]), uniform(got[4])
+
+    @cute.jit
+    def run_at(self, lengths: Lengths, number, at, stretch_end, batch, base):
         """The blocks from ``at`` on that belong to one item; also the sequence that they are of, and its first block."""
         s = line.span_of(lengths, batch, self.chunk)
         while at >= base + s.work:
@@ -253,8 +360,8 @@ class DecodeKernel:
         if const_expr(self.features.invariant):
             stop, slot = n + 1, at
         else:
-            stop = cutlass.min(s.units, n + stretch.end - at)
-            slot = splits.slot_of(cute.arch.block_idx()[0], Int32(1) if n == 0 else Int32(0))
+            stop = cutlass.min(s.units, n + stretch_end - at)
+            slot = splits.slot_of(number, Int32(1) if n == 0 else Int32(0))
         begin = s.begin + n * self.chunk
         end = s.begin + cutlass.min(stop * self.chunk, s.blocks) if s.first_key < s.last_key else begin
         run = Run(batch, head, item - head * s.tiles, stop - n, begin, end, slot, (n == 0) & (stop == s.units), first,
@@ -272,16 +379,21 @@ class DecodeKernel:
 
     # --------------------------------------------------------------------------------------------------------- loading
     @cute.jit
-    def load_boxes(self, cache: Cache, boxes_k, boxes_v, lengths: Lengths, stretch: Stretch, shared: Shared, rings: Rings):
+    def load_boxes(self, cache: Cache, boxes_k, boxes_v, to: Out, lengths: Lengths, stretch: Stretch, shared: Shared, rings: Rings):
         """One warp. Boxes without a key that is seen fetch a neighbour's: what their pages are is not even looked at."""
         box = const_expr(self.features.box)
         count = const_expr(BLOCK // box)
         tKs, tVs = self.box_targets(boxes_k, shared.k, self.d), self.box_targets(boxes_v, shared.v, self.dv)
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages)
-        at, batch, base = stretch.at, stretch.batch, stretch.base
+        total, number, at, end, batch, base = stretch
+        taken = Int32(0)
         numbers, places = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
-        while at < stretch.end:
-            run, batch, base = self.run_at(lengths, stretch, at, batch, base)
+        while at < end:
+            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
+            # the other tiles of a KV head will read the same keys again
+            policy = Int64(EVICT_NORMAL)
+            if const_expr(self.tile.evict_first):
+                policy = Int64(EVICT_FIRST) if run.query_length * lengths.group <= ROWS else Int64(EVICT_NORMAL)
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 for i in cutlass.range_constexpr(count):
                     key = cutlass.max(cutlass.min(n * BLOCK + i * box, run.last_key - 1), run.first_key)
@@ -290,25 +402,32 @@ class DecodeKernel:
                 for boxes, targets, ring in ((boxes_k, tKs, rings.k), (boxes_v, tVs, rings.v)):
                     ring.producer_acquire(st)
                     for i in cutlass.range_constexpr(count):
-                        self.fetch(boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st))
+                        self.fetch(
+                            boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st), policy
+                        )
+                self.note(to, 2, st.count == 0)
                 st.advance()
             at = at + run.units
+            if const_expr(self.tile.late.stretches > 0):
+                if at >= end:
+                    number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
+                    taken = taken + 1
 
     @cute.jit
     def box_targets(self, boxes, sX, width: cutlass.Constexpr):
         """Shared memory as TMA fills it: (box, panel, box of the block, stage)"""
         box = const_expr(self.features.box)
-        shape = ((box, PANEL), width // PANEL, BLOCK // box, self.tile.stages)
+        shape = ((box, PANEL), width // PANEL, BLOCK // box, self.tile.stages)  # of K and V alike
         stride = ((PANEL, 1), BLOCK * PANEL, box * PANEL, BLOCK * width)
         return cute.make_tensor(sX.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
-    def fetch(self, boxes, targets, head, number, place, i: cutlass.Constexpr, stage, bar):
+    def fetch(self, boxes, targets, head, number, place, i: cutlass.Constexpr, stage, bar, policy):
         tile = (self.features.box, PANEL)
         source = cute.local_tile(boxes.tensor[None, None, head, number], tile, (place, None))  # (box, PANEL, panel)
         tXs, tXg = cpasync.tma_partition(boxes.atom, 0, cute.make_layout(1), targets, cute.group_modes(source, 0, 2))
         for panel in cutlass.range_constexpr(cute.size(targets, mode=[1])):
-            cute.copy(boxes.atom, tXg[None, panel], tXs[None, panel, i, stage], tma_bar_ptr=bar)
+            cute.copy(boxes.atom, tXg[None, panel], tXs[None, panel, i, stage], tma_bar_ptr=bar, cache_policy=policy)
 
     def staging_layout(self):
         """(16 bytes, thread, which of its pieces, block): a thread reads what it has loaded itself, so that nobody waits."""
@@ -317,11 +436,24 @@ class DecodeKernel:
 
     def pieces(self, dim: int) -> int:
         """Loads of 16 bytes that a thread makes of a block of K or V: a warp has 16 keys."""
-        chunks = 16 * (dim // (16 if self.features.e4m3 else 8))
-        return -(-chunks // 32)
+        return 2 * -(-dim // PANEL) if self.features.e4m3 else -(-16 * (dim // 8) // 32)
+
+    def piece(self, lane, i: int, dim: int):
+        """(key of the warp's 16, chunk of 16 bytes, whether it exists: None if always) of a thread's i-th piece.
+
+        Of an 8-bit cache, eight neighbouring threads have four chunks of two keys: widened, they lie in one panel, and by its
+        swizzle the even chunks of an even key and of the next one have all banks between them.
+        """
+        if self.features.e4m3:
+            flat = lane + 32 * (i % 2)
+            chunk, chunks = flat % 4 + 4 * (i // 2), dim // 16
+            return flat // 4, chunk, None if chunks >= 4 * (i // 2 + 1) else chunk < chunks
+        flat, chunks = lane + 32 * i, dim // 8
+        row = flat // chunks
+        return row, flat % chunks, None if 16 * chunks % 32 == 0 else row < 16
 
     @cute.jit
-    def load_slots(self, cache: Cache, lengths: Lengths, stretch: Stretch, shared: Shared, rings: Rings):
+    def load_slots(self, cache: Cache, to: Out, lengths: Lengths, stretch: Stretch, shared: Shared, rings: Rings):
         """128 threads: 16 bytes at a time, wherever a key lies. Keys that nobody sees repeat one that is seen: no NaN comes in."""
         f = self.features
         tid = cute.arch.thread_idx()[0] % WG
@@ -330,40 +462,65 @@ class DecodeKernel:
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ahead)
         done = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ahead)
         filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages)
+        filled_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages_v)
         tK, tV, staging = self.by_chunk(shared.k, self.d), self.by_chunk(shared.v, self.dv), shared.staging
         if const_expr(f.head_dim < self.d):  # columns that nobody writes: Q is 0 there, but 0 * NaN is not
             self.clear_columns(tK, f.head_dim // 8, self.d // 8, tid)
-        at, batch, base, issued = stretch.at, stretch.batch, stretch.base, Int32(0)
-        while at < stretch.end:
-            run, batch, base = self.run_at(lengths, stretch, at, batch, base)
+        total, number, at, end, batch, base = stretch
+        pending, loaded, taken = Int32(0), Int32(0), Int32(0)  # blocks not handed over; blocks of this stretch; stretches
+        while at < end:
+            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 key = n * BLOCK + 16 * warp + lane % 16
-                number, place = self.slot_of(cache, run, cutlass.max(cutlass.min(key, run.last_key - 1), run.first_key))
+                page, place = self.slot_of(cache, run, cutlass.max(cutlass.min(key, run.last_key - 1), run.first_key))
                 if const_expr(not f.e4m3):
                     rings.k.producer_acquire(st)
                     rings.v.producer_acquire(st)
                 behind_k = const_expr(self.pieces(f.head_dim))
-                self.copy_slots(cache.k, f.head_dim, number, place, run.head, tK, staging, 0, st.index, warp, lane, tid)
-                self.copy_slots(cache.v, f.head_dim_v, number, place, run.head, tV, staging, behind_k, st.index, warp, lane, tid)
+                self.copy_slots(cache.k, f.head_dim, page, place, run.head, tK, staging, 0, st.index, warp, lane, tid)
+                self.copy_slots(cache.v, f.head_dim_v, page, place, run.head, tV, staging, behind_k, st.index, warp, lane, tid)
                 cute.arch.cp_async_commit_group()
                 st.advance()
-                issued = issued + 1
-                if issued >= ahead:
+                pending = pending + 1
+                loaded = loaded + 1
+                if pending == ahead:
                     cute.arch.cp_async_wait_group(ahead - 1)
-                    self.hand_over(tK, tV, staging, rings, done, filled, warp, lane, tid)
+                    self.hand_over(tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
+                    pending = pending - 1
                     done.advance()
                     filled.advance()
+                    filled_v.advance()
             at = at + run.units
+            if const_expr(self.tile.late.stretches > 0):
+                if at >= end:
+                    if loaded == 0:
+                        done, filled, filled_v = self.drain(
+                            pending, tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid
+                        )
+                        pending = Int32(0)
+                    loaded = Int32(0)
+                    if warp == 0:
+                        number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
+                    else:
+                        number, at, end, batch, base = self.take(shared, rings, taken)
+                    taken = taken + 1
+        self.drain(pending, tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
+
+    @cute.jit
+    def drain(self, pending, tK, tV, staging, rings: Rings, done, filled, filled_v, warp, lane, tid):
+        """Everything that has been loaded is handed over."""
         cute.arch.cp_async_wait_group(0)
-        for _n in cutlass.range(0, cutlass.min(issued, ahead - 1), unroll=1):
-            self.hand_over(tK, tV, staging, rings, done, filled, warp, lane, tid)
+        for _n in cutlass.range(0, pending, unroll=1):
+            self.hand_over(tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
             done.advance()
             filled.advance()
+            filled_v.advance()
+        return done, filled, filled_v
 
     @cute.jit
     def by_chunk(self, sX, width: cutlass.Constexpr):
         """Shared memory as (key, chunk of 8 columns, column, stage): K, V and Q lie alike."""
-        shape = (BLOCK, (8, width // PANEL), 8, self.tile.stages)
+        shape = (BLOCK, (8, width // PANEL), 8, cute.size(sX, mode=[2]))
         stride = (PANEL, (8, BLOCK * PANEL), 1, BLOCK * width)
         return cute.make_tensor(sX.iterator, cute.make_layout(shape, stride=stride))
 
@@ -382,15 +539,13 @@ class DecodeKernel:
         """cp.async of a block of K or V; lane i of a warp (and i + 16) knows where its key i lies"""
         e4m3 = const_expr(self.features.e4m3)
         width = const_expr(16 if e4m3 else 8)  # numbers in 16 bytes
-        chunks = const_expr(dim // width)
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.element, num_bits_per_copy=128)
         for i in cutlass.range_constexpr(self.pieces(dim)):
-            flat = lane + 32 * i
-            row, chunk = flat // chunks, flat % chunks
+            row, chunk, exists = self.piece(lane, i, dim)
             page, slot = cute.arch.shuffle_sync(number, row % 16), cute.arch.shuffle_sync(place, row % 16)
-            if const_expr(16 * chunks % 32 == 0):
+            if const_expr(exists is None):
                 self.copy_chunk(atom, mX, page, slot, head, chunk, width, tX, staging, 16 * warp + row, first_piece + i, stage, tid)
-            elif row < 16:
+            elif exists:
                 self.copy_chunk(atom, mX, page, slot, head, chunk, width, tX, staging, 16 * warp + row, first_piece + i, stage, tid)
 
     @cute.jit
@@ -403,7 +558,7 @@ class DecodeKernel:
         cute.copy(atom, source, target)
 
     @cute.jit
-    def hand_over(self, tK, tV, staging, rings: Rings, done, filled, warp, lane, tid):
+    def hand_over(self, tK, tV, staging, rings: Rings, done, filled, filled_v, warp, lane, tid):
         """The oldest block on its way has arrived: to the attending warpgroup with it."""
         f = self.features
         if const_expr(f.e4m3):
@@ -412,41 +567,34 @@ class DecodeKernel:
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what these threads wrote
         rings.k.producer_commit(filled)
         if const_expr(f.e4m3):
-            rings.v.producer_acquire(filled)
-            self.widen(tV, f.head_dim_v, staging, self.pieces(f.head_dim), done.index, filled.index, warp, lane, tid)
+            rings.v.producer_acquire(filled_v)
+            self.widen(tV, f.head_dim_v, staging, self.pieces(f.head_dim), done.index, filled_v.index, warp, lane, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
-        rings.v.producer_commit(filled)
+        rings.v.producer_commit(filled_v)
 
     @cute.jit
     def widen(self, tX, dim: cutlass.Constexpr, staging, first_piece: cutlass.Constexpr, staged, stage, warp, lane, tid):
-        """This thread's e4m3 pieces of K or V -> 16 bits; exact"""
-        chunks = const_expr(dim // 16)
-        bytes16, wide = cute.make_rmem_tensor(16, Uint8), cute.make_rmem_tensor((8, 2), self.dtype)
-        words, pairs = cute.recast_tensor(bytes16, Int32), cute.recast_tensor(wide, Int32)
-        ordered = cute.make_rmem_tensor(8, self.dtype)
-        halves = cute.recast_tensor(ordered, Int32)
-        for i in cutlass.range_constexpr(self.pieces(dim)):
-            flat = lane + 32 * i
-            row, chunk = flat // chunks, flat % chunks
-            cute.autovec_copy(staging[None, tid, first_piece + i, staged], bytes16)
+        """This thread's e4m3 pieces of K or V -> float16; exact"""
+        pieces = const_expr(self.pieces(dim))
+        bytes16, wide = cute.make_rmem_tensor((16, pieces), Uint8), cute.make_rmem_tensor((8, 2), self.dtype)
+        pairs = cute.recast_tensor(wide, Int32)
+        for i in cutlass.range_constexpr(pieces):  # all on their way before the first is needed
+            cute.autovec_copy(staging[None, tid, first_piece + i, staged], bytes16[None, i])
+        for i in cutlass.range_constexpr(pieces):
+            row, chunk, exists = self.piece(lane, i, dim)
+            words = cute.recast_tensor(bytes16[None, i], Int32)
             for j in cutlass.range_constexpr(4):
-                pairs[2 * j], pairs[2 * j + 1] = widen_word(words[j], self.dtype)
-            # eight neighbouring threads write to every other chunk of two panels, which lie in the same banks: those of the
-            # second panel write their second chunk first
-            swap = chunk // 4 % 2
-            for half in cutlass.range_constexpr(2):
-                for j in cutlass.range_constexpr(4):
-                    halves[j] = pairs[4 * half + j] if swap == 0 else pairs[4 * (1 - half) + j]
-                if const_expr(16 * chunks % 32 == 0):
-                    cute.autovec_copy(ordered, tX[16 * warp + row, 2 * chunk + (swap ^ half), None, stage])
-                elif row < 16:
-                    cute.autovec_copy(ordered, tX[16 * warp + row, 2 * chunk + (swap ^ half), None, stage])
+                pairs[2 * j], pairs[2 * j + 1] = widen_word(words[j])
+            if const_expr(exists is None):
+                for half in cutlass.range_constexpr(2):
+                    cute.autovec_copy(wide[None, half], tX[16 * warp + row, 2 * chunk + half, None, stage])
+            elif exists:
+                for half in cutlass.range_constexpr(2):
+                    cute.autovec_copy(wide[None, half], tX[16 * warp + row, 2 * chunk + half, None, stage])
 
     # ------------------------------------------------------------------------------------------------------- attending
     @cute.jit
-    def attend(
-        self, mQ, to: Out, lengths: Lengths, stretch: Stretch, scores: Scores, ctas, shared: Shared, mma_qk, mma_pv, rings: Rings
-    ):
+    def attend(self, mQ, to: Out, lengths: Lengths, stretch: Stretch, scores: Scores, shared: Shared, mma_qk, mma_pv, rings: Rings):
         f = self.features
         tid = cute.arch.thread_idx()[0] % WG
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
@@ -463,12 +611,14 @@ class DecodeKernel:
         state = softmax.make_rows()
         bounds = cute.make_rmem_tensor((2, 2), Int32)  # (begin, end) of the keys that this thread's rows see
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages)
+        sv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_v)
         group = lengths.group
-        at, batch, base = stretch.at, stretch.batch, stretch.base
-        while at < stretch.end:
-            run, batch, base = self.run_at(lengths, stretch, at, batch, base)
+        total, number, at, end, batch, base = stretch
+        taken = Int32(0)
+        while at < end:
+            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
             rows_here = cutlass.min(run.query_length * group - run.tile * ROWS, ROWS)
-            self.load_q(mQ, shared.q, run, rows_here, group, tid)
+            self.load_q(mQ, shared, run, rows_here, group, tid)
             all_begin, all_end = run.first_key, run.last_key  # keys that every row sees
             for r in cutlass.range_constexpr(2):
                 row = (run.tile * ROWS + row0 + 8 * r) // group + run.used - run.query_length
@@ -481,21 +631,25 @@ class DecodeKernel:
                 all_begin = cutlass.max(all_begin, run.used - 1 - lengths.left)
             if const_expr(f.right):
                 all_end = cutlass.min(all_end, run.used - run.query_length + scores.right + 1)
-            factor = None
+            factors = [Float32(1.0), Float32(1.0)]
+            if const_expr(self.scaled):
+                factors = [shared.factors[row0], shared.factors[row0 + 8]]
             if const_expr(f.k_descale):
-                factor = scores.k_descale[run.batch, run.head]
+                factors = [x * scores.k_descale[run.batch, run.head] for x in factors]
             state.max.fill(NEG_INF)
             state.sum.fill(0.0)
             O.fill(0.0)
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 S = cute.make_rmem_tensor_like(P, Float32)
                 rings.k.consumer_wait(st)
+                self.note(to, 3, (tid < 32) & (st.count == 0))
                 issue(mma_qk, S, rQ, rK[None, None, None, st.index], True)
                 warpgroup.wait_group(0)
                 rings.k.consumer_release(st)
                 S_mn = rows_view(S)
-                if const_expr(f.k_descale):
-                    S.store(S.load() * factor)
+                if const_expr(f.k_descale or self.scaled):
+                    for r in cutlass.range_constexpr(2):
+                        S_mn[r, None].store(S_mn[r, None].load() * factors[r])
                 if const_expr(f.softcap):
                     score.softcap(S_mn, scores.inner)
                 elif const_expr(f.negative_scale):
@@ -510,13 +664,16 @@ class DecodeKernel:
                 for r in cutlass.range_constexpr(2):
                     O_mn[r, None].store(O_mn[r, None].load() * state.scale[r])
                 pack(S, P)
-                rings.v.consumer_wait(st)
+                rings.v.consumer_wait(sv)
                 if const_expr(not self.slots):
-                    self.scrub(tV, st.index, n, run, tid)
-                issue(mma_pv, O, rP, rV[None, None, None, st.index], False)
+                    self.scrub(tV, sv.index, n, run, tid)
+                issue(mma_pv, O, rP, rV[None, None, None, sv.index], False)
                 warpgroup.wait_group(0)
-                rings.v.consumer_release(st)
+                rings.v.consumer_release(sv)
                 st.advance()
+                sv.advance()
+            self.note(to, 4, (tid < 32) & (taken == 0) & (at + run.units >= end))
+            self.note(to, 5, tid < 32)
             softmax.freeze(state, scores.c, self.start)
             for r in cutlass.range_constexpr(2):
                 row = row0 + 8 * r
@@ -541,25 +698,46 @@ class DecodeKernel:
                     else:
                         self.store_part(O_mn, r, to, lse, run.slot, row, tid)
             if not run.whole:
-                self.arrive(to, lengths, stretch, run, rows_here, ctas, shared.words, tid)
+                self.arrive(to, lengths, total, run, rows_here, shared.words, tid)
             at = at + run.units
+            if const_expr(self.tile.late.stretches > 0):
+                if at >= end:
+                    number, at, end, batch, base = self.take(shared, rings, taken)
+                    taken = taken + 1
+        if const_expr(to.trace is not None):
+            if tid == 0:
+                to.trace[cute.arch.block_idx()[0], 10] = taken
 
     @cute.jit
-    def load_q(self, mQ, sQ, run: Run, rows_here, group, tid):
+    def load_q(self, mQ, shared: Shared, run: Run, rows_here, group, tid):
         """global -> shared, 16 bytes at a time; rows and columns that are not there are zeros"""
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)  # every warp is done with the item before
         chunks, given = const_expr(self.d // 8), const_expr(self.features.head_dim // 8)
+        lanes = const_expr(1 << (chunks - 1).bit_length() if self.scaled else chunks)  # a row's threads are neighbours in a warp
         shape, stride = (ROWS, (8, self.d // PANEL), 8), (PANEL, (8, ROWS * PANEL), 1)
-        tQ = cute.make_tensor(sQ.iterator, cute.make_layout(shape, stride=stride))
-        piece = cute.make_rmem_tensor(8, self.dtype)
-        for i in cutlass.range_constexpr(ROWS * chunks // WG):
-            row, chunk = (tid + i * WG) // chunks, (tid + i * WG) % chunks
+        tQ = cute.make_tensor(shared.q.iterator, cute.make_layout(shape, stride=stride))
+        piece, scaled = cute.make_rmem_tensor(8, mQ.element_type), cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(ROWS * lanes // WG):
+            row, chunk = (tid + i * WG) // lanes, (tid + i * WG) % lanes
             piece.fill(0.0)
             if (row < rows_here) & (chunk < given):
                 query = (run.tile * ROWS + row) // group
                 head = run.head * group + run.tile * ROWS + row - query * group
                 cute.autovec_copy(cute.local_tile(self.row_of(mQ, run, query, head), (8,), (chunk,)), piece)
-            cute.autovec_copy(piece, tQ[row, chunk, None])
+            if const_expr(self.scaled):
+                top = Float32(0.0)
+                for j in cutlass.range_constexpr(8):
+                    x = piece[j].to(Float32)
+                    top = cute.arch.fmax(top, cute.arch.fmax(x, -x))
+                factor, inverse = into_range(cute.arch.warp_reduction_max(top, threads_in_group=lanes))
+                for j in cutlass.range_constexpr(8):
+                    scaled[j] = (piece[j].to(Float32) * factor).to(self.dtype)
+                if chunk == 0:
+                    shared.factors[row] = inverse
+                if chunk < chunks:
+                    cute.autovec_copy(scaled, tQ[row, chunk, None])
+            else:
+                cute.autovec_copy(piece, tQ[row, chunk, None])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
 
@@ -613,20 +791,20 @@ class DecodeKernel:
             to.partial_lse[slot, row] = lse
 
     @cute.jit
-    def arrive(self, to: Out, lengths: Lengths, stretch: Stretch, run: Run, rows_here, ctas, words, tid):
+    def arrive(self, to: Out, lengths: Lengths, total, run: Run, rows_here, words, tid):
         """A part of an item is written. Whoever comes last merges all of them."""
         first, parts = run.line, run.line_end - run.line
         if const_expr(not self.features.invariant):
-            cut = splits.share(stretch.total, ctas, cutlass.min, cutlass.max)
-            first = splits.owner_of(run.line, cut, cutlass.min, cutlass.max)
-            parts = splits.owner_of(run.line_end - 1, cut, cutlass.min, cutlass.max) + 1 - first
-        cute.arch.fence_acq_rel_gpu()  # each thread: its stores come before the arrival
+            cut = self.cut(words)
+            first = splits.owner_of(run.line, cut, total, cutlass.min, cutlass.max)
+            parts = splits.owner_of(run.line_end - 1, cut, total, cutlass.min, cutlass.max) + 1 - first
+        # all stores of the warpgroup come before the arrival, and all arrivals before the last one's loads: the barriers extend
+        # what one thread releases and acquires to the other ones
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
         if tid == 0:
-            words[5] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")
+            words[6] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
-        if words[5] == parts - 1:
-            cute.arch.fence_acq_rel_gpu()
+        if words[6] == parts - 1:
             if tid == 0:
                 to.counters[first] = 0
             for row in cutlass.range(tid // 32, rows_here, WG // 32, unroll=1):
@@ -641,32 +819,32 @@ class DecodeKernel:
         head = run.head * lengths.group + run.tile * ROWS + row - query * lengths.group
         slot = lambda part: first + part if f.invariant else splits.slot_of(first + part, Int32(1) if part == 0 else Int32(0))
         weigh = lambda lse, top: cute.math.exp2((lse - top) * LOG2_E, fastmath=True)
-        top = Float32(NEG_INF)
-        for part in cutlass.range(lane, parts, 32, unroll=1):
-            top = cute.arch.fmax(top, to.partial_lse[slot(part), row])
-        top = cute.arch.warp_reduction_max(top)
-        if const_expr(f.sinks):
-            top = cute.arch.fmax(top, to.sinks[head])
-        anchor = Float32(0.0) if top == NEG_INF else top
         panels = const_expr(self.dv // 64)  # this lane's columns: 2 lane + 64 i and the next one
         acc, some = cute.make_rmem_tensor((2, panels), Float32), cute.make_rmem_tensor((2, panels, DEEP), Float32)
         acc.fill(0.0)
-        total = Float32(0.0)
-        for begin in cutlass.range(0, parts, 32, unroll=1):
-            mine = Float32(0.0)
-            if begin + lane < parts:
-                mine = weigh(to.partial_lse[slot(begin + lane), row], anchor)
-            total = total + mine
-            for at in cutlass.range(0, cutlass.min(parts - begin, 32), DEEP, unroll=1):
-                for j in cutlass.range_constexpr(DEEP):
-                    source = to.partial_o[slot(cutlass.min(begin + at + j, parts - 1)), row, None]
-                    for i in cutlass.range_constexpr(panels):
-                        cute.autovec_copy(cute.local_tile(source, (2,), (lane + 32 * i,)), some[None, i, j])
-                for j in cutlass.range_constexpr(DEEP):
-                    weight = cute.arch.shuffle_sync(mine, at + j)
-                    for i in cutlass.range_constexpr(panels):
-                        acc[0, i] = acc[0, i] + weight * some[0, i, j]
-                        acc[1, i] = acc[1, i] + weight * some[1, i, j]
+        top, anchor, total = Float32(NEG_INF), Float32(0.0), Float32(0.0)  # total: this lane's parts
+        if const_expr(f.sinks):
+            top = to.sinks[head]
+            anchor = Float32(0.0) if top == NEG_INF else top
+        for begin in cutlass.range(0, parts, DEEP, unroll=1):
+            mine = Float32(NEG_INF)
+            if (lane < DEEP) & (begin + lane < parts):
+                mine = to.partial_lse[slot(begin + lane), row]
+            for j in cutlass.range_constexpr(DEEP):  # on their way together with lse
+                source = to.partial_o[slot(cutlass.min(begin + j, parts - 1)), row, None]
+                for i in cutlass.range_constexpr(panels):
+                    cute.autovec_copy(cute.local_tile(source, (2,), (lane + 32 * i,)), some[None, i, j])
+            before = top
+            top = cute.arch.fmax(top, cute.arch.warp_reduction_max(mine))
+            anchor = Float32(0.0) if top == NEG_INF else top
+            scale, mine = weigh(before, anchor), weigh(mine, anchor)
+            total = total * scale + mine
+            acc.store(acc.load() * scale)
+            for j in cutlass.range_constexpr(DEEP):
+                weight = cute.arch.shuffle_sync(mine, j)
+                for i in cutlass.range_constexpr(panels):
+                    acc[0, i] = acc[0, i] + weight * some[0, i, j]
+                    acc[1, i] = acc[1, i] + weight * some[1, i, j]
         total = cute.arch.warp_reduction_sum(total)
         if const_expr(f.sinks):
             total = total + weigh(to.sinks[head], anchor)
@@ -698,15 +876,17 @@ class DecodeKernel:
 
 
 @cute.jit
-def widen_word(word, dtype: cutlass.Constexpr):
-    """Four e4m3 numbers -> two pairs in 16 bits"""
+def widen_word(word):
+    """Four e4m3 numbers -> two pairs in float16"""
     halves = "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, a; cvt.rn.f16x2.e4m3x2 {$w1}, b; }"
     low, high = cute.arch.inline_ptx(halves, write_only_types=[Int32, Int32], read_only_args=[word])
-    if const_expr(dtype is BFloat16):
-        through = (
-            "{ .reg .b16 a, b; .reg .f32 x, y; mov.b32 {a, b}, {$r0}; cvt.f32.f16 x, a; cvt.f32.f16 y, b;"
-            " cvt.rn.bf16x2.f32 {$w0}, y, x; }"
-        )
-        low = cute.arch.inline_ptx(through, write_only_types=[Int32], read_only_args=[low])
-        high = cute.arch.inline_ptx(through, write_only_types=[Int32], read_only_args=[high])
     return low, high
+
+
+@cute.jit
+def into_range(top):
+    """A power of two that brings a row whose largest number is ``top`` below 2^15, and what undoes it; both are normal float32."""
+    bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[top])
+    exponent = cutlass.max(cutlass.min((bits >> 23) & 255, 254), 27)  # 127 stands for 1
+    power = lambda n: cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[n << 23])
+    return power(127 + 14 + 127 - exponent), power(exponent - 14)

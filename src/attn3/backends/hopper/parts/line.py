@@ -46,28 +46,40 @@ def span_of(lengths: Lengths, b, chunk: cutlass.Constexpr):
 
 
 @cute.jit
-def place(lengths: Lengths, cta, ctas, out, chunk: cutlass.Constexpr, least: cutlass.Constexpr):
-    """One warp: out <- (blocks of all, first block and end of a CTA's stretch, the sequence that begins in, its first block)."""
+def place(lengths: Lengths, cta, ctas, out, chunk: cutlass.Constexpr, least: cutlass.Constexpr, late: cutlass.Constexpr):
+    """One warp: out <- (blocks of all, a CTA's own stretch, its first block and end, the sequence that begins in, its first block);
+    from 8 on how the line is cut.
+    """
     lane = cute.arch.lane_idx()
-    total = Int32(0)
-    for some in cutlass.range(0, lengths.count, 32, unroll=1):
-        total = total + cute.arch.warp_reduction_sum(span_of(lengths, some + lane, chunk).work)
-    cut = splits.share(total, ctas, cutlass.min, cutlass.max, least)
-    start = splits.start_of(cta, cut, total, cutlass.min)
-    end = splits.start_of(cta + 1, cut, total, cutlass.min)
-    first, base = Int32(0), Int32(0)
+    mine = Int32(0)
+    for some in cutlass.range(lane, (lengths.count + 31) // 32 * 32, 32, unroll=4):  # loads of several rounds on their way at once
+        mine = mine + span_of(lengths, some, chunk).work
+    total = cute.arch.warp_reduction_sum(mine)
+    cut = splits.share(total, ctas, cutlass.min, cutlass.max, least, late)
+    stretch = splits.own(cta, cut)
+    start = splits.start_of(stretch, cut, total, cutlass.min)
+    batch, base = locate(lengths, start, Int32(0), Int32(0), chunk)
+    if lane == 0:
+        out[0], out[1], out[2], out[4], out[5] = total, stretch, start, batch, base
+        out[3] = splits.start_of(stretch + 1, cut, total, cutlass.min)
+        out[8], out[9], out[10], out[11], out[12] = cut
+
+
+@cute.jit
+def locate(lengths: Lengths, block, first, base, chunk: cutlass.Constexpr):
+    """One warp: (the sequence that a block is of, its first block), from a sequence on that is not behind it, 32 at a time."""
+    lane = cute.arch.lane_idx()
     upto = prefix(span_of(lengths, first + lane, chunk).work)
     here = cute.arch.shuffle_sync(upto, 31)
-    while base + here <= start and first + 32 < lengths.count:
+    while base + here <= block and first + 32 < lengths.count:
         base = base + here
         first = first + 32
         upto = prefix(span_of(lengths, first + lane, chunk).work)
         here = cute.arch.shuffle_sync(upto, 31)
-    before = cute.arch.popc(cute.arch.vote_ballot_sync(base + upto <= start))  # lanes whose sequences end before the stretch
+    before = cute.arch.popc(cute.arch.vote_ballot_sync(base + upto <= block))  # lanes whose sequences end before the block
     below = cute.arch.shuffle_sync(upto, cutlass.max(before - 1, 0))
-    if lane == 0:
-        out[0], out[1], out[2], out[3] = total, start, end, first + before
-        out[4] = base if before == 0 else base + below
+    begin = base if before == 0 else base + below
+    return first + before, begin
 
 
 @cute.jit
