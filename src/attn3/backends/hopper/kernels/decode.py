@@ -209,8 +209,8 @@ class DecodeKernel:
             trace = cute.make_tensor(behind, cute.make_layout((ctas, len(TRACE)), stride=(len(TRACE), 1)))
         self.kernel(
             mQ, Cache(mK, mV, table, rows, cute.FastDivmodDivisorV2(page_size)), boxes_k, boxes_v, lengths,
-            Out(mO, mLSE, sinks, v_descale, partial_o, partial_lse, counters, trace), Scores(c, inner, right, k_descale), mma_qk, mma_pv,
-            sQ_l, sK_l, sV_l, heads, ctas,
+            Out(mO, mLSE, sinks, v_descale, partial_o, partial_lse, counters, trace), Scores(c, inner, right, k_descale), mma_qk,
+            mma_pv, sQ_l, sK_l, sV_l, heads, ctas,
         ).launch(
             grid=[ctas, 1, 1], block=[2 * WG, 1, 1], min_blocks_per_mp=self.tile.ctas, preferred_smem_carveout=100, stream=stream
         )  # fmt: skip
