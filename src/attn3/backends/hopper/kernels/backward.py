@@ -40,6 +40,7 @@ ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 # named barriers of both consumer warpgroups. BAR_DS + 2 * stage + w: warpgroup w has written dS there; one id a stage, since it may
 # write the next before the other one has looked
 BAR_ALL, BAR_DS = 1, 2
+NO_TILE = -1
 AHEAD = 4  # tiles of queries for which it may be known that it is a CTA's turn
 
 
@@ -159,6 +160,7 @@ class BackwardKernel:
         assert not (self.programs and self.used) and not (self.listed and (self.left or self.right or self.deterministic)), features
         self.rotates = tile.rotate and not (self.left or self.right or self.deterministic or self.listed)
         self.turn_warps = 2 if self.deterministic else 0
+        self.sentinel = self.deterministic and self.by_keys  # or some warps would run out of registers
         # the longest tiles are the first ones: heads of the last section end with short ones
         self.rises = self.deterministic and self.right and not (self.left or self.packed)
 
@@ -335,7 +337,7 @@ class BackwardKernel:
                 bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 qs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_q)
                 dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages_do)
-                while t < n_tiles:
+                while self.is_tile(t, n_tiles):
                     at = self.locate(t, grid)
                     span, count = at.span, at.end - at.begin
                     taken = Int32(0) if const_expr(self.listed) else None
@@ -392,6 +394,8 @@ class BackwardKernel:
                     if cute.arch.lane_idx() == 0:
                         nxt = gdim + cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
                     t = cute.arch.shuffle_sync(nxt, 0)
+                    if const_expr(self.sentinel):
+                        t = t if t < n_tiles else Int32(NO_TILE)
                     cute.arch.mbarrier_wait(t_empty + (it & 1), ((it >> 1) & 1) ^ 1)
                     with cute.arch.elect_one():
                         ring[it & 1] = t
@@ -402,7 +406,7 @@ class BackwardKernel:
             if const_expr(self.deterministic):
                 if (warp == 1) | (warp == 2):
                     added = Int32(0)
-                    while t < n_tiles:
+                    while self.is_tile(t, n_tiles):
                         added = self.see_to_turns(warp == 1, turns, turn, self.locate(t, grid), group, tiles, bounds, added)
                         t = self.next_tile(ring, t_full, t_empty, it)
                         it += 1
@@ -415,7 +419,7 @@ class BackwardKernel:
             dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_do)
             S = cute.make_rmem_tensor(mma_s.partition_shape_C((64, UNIT // (1 if self.by_keys else 2))), Float32)
             added = Int32(0)  # to dQ, by all tiles before
-            while t < n_tiles:
+            while self.is_tile(t, n_tiles):
                 at = self.locate(t, grid)
                 span, begin, end = at.span, at.begin, at.end
                 key = at.n * self.bn + row
@@ -905,6 +909,10 @@ class BackwardKernel:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(turn.added + slot)
+
+    def is_tile(self, t, n_tiles):
+        """NO_TILE saves a register in every warp that asks; in the other kernels it costs the loader more than it has."""
+        return t >= 0 if self.sentinel else t < n_tiles
 
     def slot_of(self, number):
         """(slot, phase) of the rings of barriers of a ``Turn``"""
