@@ -30,9 +30,9 @@ from attn3.problem import Problem
 
 VARIANTS: dict[str, dict[str, Any]] = {  # what differs from the tuned tile; the first one is the base
     "base": {},
-    "vreg": {"v_in_registers": True},
     "vsmem": {"v_in_registers": False},
     "det": {},
+    "head-by-head": {"section": 1},  # grouped causal cells: no heads that take turns
 }
 DIMS, MASKS, LENGTHS, TOKENS, HIDDEN = (64, 128, 256), ("dense", "causal"), (1024, 4096, 16384), 16384, 2048
 LIMIT = 6e-3  # RMS error against float32, relative; rounding to bfloat16 alone is 2.4e-3
