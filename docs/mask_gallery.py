@@ -143,8 +143,9 @@ MEASURED = {
 
 def _speed(name: str) -> str:
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    wanted = [r for r in rows if r["mask"] == MEASURED.get(name) and r["provider"] == "attn3" and r["time_us"] is not None]
-    found = {row["pass"]: row for row in reversed(wanted)}  # the first of each pass
+    shape = {"mask": MEASURED.get(name), "provider": "attn3", "head_dim": 128, "seqlen": 8192}
+    wanted = [r for r in rows if r["time_us"] is not None and all(r[field] == value for field, value in shape.items())]
+    found = {row["pass"]: row for row in wanted}  # the last of each pass
     if not found:
         return "not measured yet"
     words = [f"{of} {row['time_us']['p50']:.0f} µs, {row['tflops']:.0f} TFLOP/s" for of, row in sorted(found.items(), reverse=True)]
