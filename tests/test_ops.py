@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -225,3 +226,19 @@ def test_memory_is_linear(rows: int, heads: int, dtype: str) -> None:
     """
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
     assert float(ran.stdout) < 64, f"{ran.stdout.strip()} MiB besides inputs and outputs"
+
+
+def test_an_eager_call_that_nobody_watches_skips_the_dispatcher_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the slow way")
+
+    for function in (ops._Attention, ops._Gradient):
+        monkeypatch.setattr(function, "apply", refuse)
+    q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attn3.attention(q, k, v, mask=attn3.Causal(), backend="cpu").sum().backward()
+    assert not [event.name for event in profile.events() if event.name.startswith("attn3::")]
+    assert q.grad is not None and torch.isfinite(q.grad).all()
+    out = attn3.attention(q, k, v, backend="cpu")
+    with pytest.raises(AssertionError, match="the slow way"):  # a gradient that can be asked for its own
+        torch.autograd.grad(out.sum(), q, create_graph=True)

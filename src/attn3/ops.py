@@ -2,8 +2,8 @@
 
 ``attn3::quantize_fp8`` and ``attn3::forward_fp8`` are the ops of FP8 attention, which has no gradient.
 
-The ops are what ``torch.compile``, export, selective checkpointing and FLOP counters see. An eager call without any of those
-that needs no gradient skips the dispatcher (several microseconds of host time) and runs the same function.
+The ops are what ``torch.compile``, export, selective checkpointing and FLOP counters see. An eager call without any of those,
+forward or backward, runs the same functions without the dispatcher, which costs the host more than all the rest.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _backward_op(dout, dlse, q, k, v, out, lse, *, backend=None, **options):
     with torch.no_grad():
         problem = _problem(q, k, v, **options)
         chosen = registry.select(problem, backend)
-        if not isinstance(chosen, registry.Differentiable):
+        if not hasattr(chosen, "backward"):  # isinstance with a protocol takes 50 us
             raise Unsupported(f"backend {chosen.name!r} has no backward pass of its own; pass backend='hopper' or 'cpu'")
         dq, dk, dv, dsinks = chosen.backward(problem, dout, out, lse, dlse)
         return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
@@ -208,11 +208,11 @@ def _backward_program_op(dout, dlse, q, k, v, out, lse, captured, program, wante
     with torch.no_grad():
         problem = _programmed(q, k, v, captured, program, options)
         chosen = registry.select(problem, backend)
-        if not isinstance(chosen, registry.Differentiable):
+        if not hasattr(chosen, "backward"):
             raise Unsupported(f"backend {chosen.name!r} has no backward pass of its own; pass backend='hopper' or 'cpu'")
         of_scores: list[Tensor] = []
         if wanted:
-            if not isinstance(chosen, registry.DifferentiatingScores):
+            if not hasattr(chosen, "backward_of_scores"):
                 raise Unsupported(f"backend {chosen.name!r} has no gradients of what a score captured; pass backend='cpu'")
             dq, dk, dv, dsinks, of_scores = chosen.backward_of_scores(problem, dout, out, lse, dlse, tuple(wanted))
         else:
@@ -243,7 +243,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scale, window_left, window_right, softcap, max_seqlen_q,
         max_seqlen_k, deterministic, backend, num_splits, out_dtype,
     ):  # fmt: skip
-        return torch.ops.attn3.forward(
+        run = torch.ops.attn3.forward if _watched(q, k, v) else _forward_op
+        return run(
             q, k, v, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap, sinks=sinks,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic, backend=backend,
@@ -265,10 +266,24 @@ class _Attention(torch.autograd.Function):
                 return None, None, None, None, *rest
             out = ctx.saved_tensors[-2]
             dout = out.new_zeros(()).expand(out.shape)
-        # a compiled graph is differentiated once only, and torch says so itself
-        run = _Gradient.forward if torch.compiler.is_compiling() else _Gradient.apply
-        gradients = run(dout, dlse, *ctx.saved_tensors, *ctx.numbers)
+        tensors = ctx.saved_tensors
+        # a compiled graph is differentiated once only, and torch says so itself; grad mode is off unless somebody asked for a graph
+        differentiable = not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _watched(dout, *tensors[:3]))
+        gradients = (_Gradient.apply if differentiable else _Gradient.forward)(dout, dlse, *tensors, *ctx.numbers)
         return *(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)), *rest
+
+
+class _EagerAttention(torch.autograd.Function):
+    """``_Attention`` where nobody watches. A function whose context is set up apart from ``forward``, as torch.func and
+    torch.compile need it, has its signature inspected at every call: 150 us."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        results = _Attention.forward(*inputs)
+        _Attention.setup_context(ctx, inputs, results)
+        return results
+
+    backward = _Attention.backward
 
 
 class _Gradient(torch.autograd.Function):
@@ -284,7 +299,8 @@ class _Gradient(torch.autograd.Function):
         dout, dlse, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out, lse, scale, window_left, window_right,
         softcap, max_seqlen_q, max_seqlen_k, deterministic, backend,
     ):  # fmt: skip
-        return torch.ops.attn3.backward(
+        run = torch.ops.attn3.backward if _watched(dout, q, k, v) else _backward_op
+        return run(
             dout, dlse, q, k, v, out, lse, scale=scale, window_left=window_left, window_right=window_right, softcap=softcap,
             sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, deterministic=deterministic, backend=backend,
@@ -307,7 +323,8 @@ class _Programmed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, program, keeper, options, of_masks, wanted, *captured):
-        out, lse = torch.ops.attn3.forward_program(q, k, v, list(captured), program, sinks=sinks, **options)
+        run = torch.ops.attn3.forward_program if _watched(q, k, v) else _forward_program_op
+        out, lse = run(q, k, v, list(captured), program, sinks=sinks, **options)
         ctx.program, ctx.keeper, ctx.of_masks, ctx.wanted = program, keeper, of_masks, wanted
         ctx.options = {name: value for name, value in options.items() if name not in ("num_splits", "out_dtype")}
         ctx.set_materialize_grads(False)
@@ -336,9 +353,8 @@ class _ProgrammedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dout, dlse, q, k, v, out, lse, program, wanted, options, *captured):
-        *found, of_scores = torch.ops.attn3.backward_program(
-            dout, dlse, q, k, v, out, lse, list(captured), program, list(wanted), **options
-        )  # fmt: skip
+        run = torch.ops.attn3.backward_program if _watched(dout, q, k, v) else _backward_program_op
+        *found, of_scores = run(dout, dlse, q, k, v, out, lse, list(captured), program, list(wanted), **options)
         return *found, *of_scores
 
     @staticmethod
@@ -461,7 +477,7 @@ def forward(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | Non
         return _differentiably(problem, backend) if transformed or problem.needs_grad else _through_dispatcher(problem, backend)
     chosen = registry.select(problem, backend)
     if hasattr(chosen, "backward") and problem.needs_grad:  # of a cached call no backend is chosen then
-        return _differentiable(problem, chosen.name)
+        return _differentiable(problem, chosen.name, _EagerAttention)
     return chosen.forward(problem)
 
 
@@ -475,12 +491,12 @@ def _differentiably(problem: Problem, backend: str | None) -> tuple[Tensor, Tens
     return chosen.forward(problem)  # torch sees through it
 
 
-def _differentiable(problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+def _differentiable(problem: Problem, backend: str, function: Any = _Attention) -> tuple[Tensor, Tensor]:
     p, (left, right) = problem, problem.window
     tensors = (p.q, p.k, p.v, p.sinks, p.cu_seqlens_q, p.cu_seqlens_k, p.seqused_q, p.seqused_k)
     if torch.compiler.is_compiling():
         tensors = _distinct(tensors)
-    return _Attention.apply(
+    return function.apply(
         *tensors, p.scale, left, right, p.softcap, p.max_seqlen_q, p.max_seqlen_k, p.deterministic, backend, p.num_splits,
         None if p.out_dtype == p.q.dtype else p.out_dtype,
     )  # fmt: skip
@@ -523,11 +539,16 @@ def _check_no_tangents(problem: Problem) -> None:
 
 
 def _observed(problem: Problem) -> bool:
-    """Is there a dispatch mode, a functorch level, a dual level, a meta tensor or a tensor subclass that must see the op?"""
-    if problem.q.is_meta or torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    return _watched(problem.q, problem.k, problem.v)
+
+
+def _watched(*tensors: Tensor) -> bool:
+    """Is there a tracer, a dispatch mode, a functorch or dual level, a meta tensor or a tensor subclass that must see the op?"""
+    if torch.compiler.is_compiling() or tensors[0].is_meta or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    plain = type(problem.q) in _PLAIN and type(problem.k) in _PLAIN and type(problem.v) in _PLAIN
-    return forward_ad._current_level >= 0 or not plain
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return not all(type(t) in _PLAIN for t in tensors)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
