@@ -2,14 +2,16 @@
 
     python benchmarks/backward.py --rounds 4 --out benchmarks/results/backward-h200.jsonl
 
-Time counts everything between dO and dQ, dK, dV, small kernels included. PyTorch's providers are called through autograd, as a
-user would; FlashAttention-3 through its JAX binding (head_dim 128 only), timed on the host around many calls. Gradients are
-compared with cuDNN's first.
+Time counts everything between dO and dQ, dK, dV, small kernels included. PyTorch's providers are called through autograd, captured
+into CUDA graphs and replayed one behind the other, so that the host does not count (``--eager``: called as a user would);
+FlashAttention-3 through its JAX binding (head_dim 128 only), timed on the host around many calls. Gradients are compared with
+cuDNN's first.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -103,8 +105,30 @@ PROVIDERS: dict[str, Callable[[peers.Case, Leaves], Any]] = {
 }  # fmt: skip
 
 
+class Replay:
+    """A backward pass through autograd, captured into a CUDA graph. Autograd runs on the stream of the forward pass, so that is the
+    stream to capture."""
+
+    def __init__(self, make: Callable[[], Callable[[], Any]]) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.call = make()
+            for _ in range(2):
+                self.call()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.out = self.call()
+        torch.cuda.synchronize()
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.out
+
+
 class Bursts:
-    """Calls one behind the other, timed as a whole: the host's time does not show as long as it is shorter than the GPU's."""
+    """Calls one behind the other, timed as a whole: launches do not show as long as they are shorter than the GPU's work."""
 
     def measure(self, call: Callable[[], Any], repeats: int) -> list[float]:
         torch.cuda.synchronize()
@@ -139,6 +163,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--providers", help="only these, comma-separated")
     parser.add_argument("--head-dims", help="only these, comma-separated")
+    parser.add_argument("--seqlens", help="only these, comma-separated")
+    parser.add_argument("--eager", action="store_true", help="through autograd with every call's host time, in place of graphs")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0.12, help="measured time per cell and provider")
     parser.add_argument("--out", type=Path, help="file that rows are appended to")
@@ -152,13 +178,16 @@ def main(argv: list[str] | None = None) -> list[dict]:
         for case in cells():
             if args.head_dims and str(case.head_dim) not in args.head_dims.split(","):
                 continue
+            if args.seqlens and str(case.seqlen) not in args.seqlens.split(","):
+                continue
             inputs = peers.draw(case, torch.bfloat16, "cuda")
             x = Leaves(*(t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)), torch.randn_like(inputs.q))
             calls, found = {}, defaultdict(dict)
             want = None
             for name in sorted(names, key=lambda n: n != "cudnn"):
                 try:
-                    call = PROVIDERS[name](case, x)
+                    make = functools.partial(PROVIDERS[name], case, x)
+                    call = make() if args.eager or name == "fa3" else Replay(make)
                     got = call()
                     if not hasattr(call, "wait"):
                         want = got if want is None else want
@@ -176,7 +205,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 times = result.time_us()
                 found[name] = {
                     "time_us": times, "rounds": result.rounds, "tflops": round(2.5 * case.flops / times["p50"] / 1e6, 2),
-                    "checked": name != "fa3", "sm_clock_mhz": result.sm_clock_mhz, "power_w": result.power_w,
+                    "checked": name != "fa3", "timed": "eager" if args.eager or name == "fa3" else "graph",
+                    "sm_clock_mhz": result.sm_clock_mhz, "power_w": result.power_w,
                 }  # fmt: skip
             for name in names:
                 row = runs.row_of(shared, "backward", case, name, torch.bfloat16, **found[name])
