@@ -410,6 +410,8 @@ class DecodeKernel:
             at = at + run.units
             if const_expr(self.tile.late.stretches > 0):
                 if at >= end:
+                    if taken == 0:  # the first one from the counter may lie before this CTA's own
+                        batch, base = Int32(0), Int32(0)
                     number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
                     taken = taken + 1
 
@@ -499,6 +501,8 @@ class DecodeKernel:
                         )
                         pending = Int32(0)
                     loaded = Int32(0)
+                    if taken == 0:  # as above
+                        batch, base = Int32(0), Int32(0)
                     if warp == 0:
                         number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
                     else:
