@@ -9,6 +9,8 @@ from attn3.backends.hopper.parts.splits import LEAST, Late
 
 ROWS = 64  # (query row, head of a group) pairs of a tile
 BLOCK = 64  # keys of a block
+NARROW = 16  # rows of a tile where there are no more: products of warps, not of a warpgroup
+WARPS = 4  # that attend
 CHUNK = 32  # blocks of a part where parts do not depend on the other sequences
 SMEM_OF_SM = 228 * 1024  # of which the system takes 1 KB for each CTA
 SMEM_OF_CTA = 227 * 1024
@@ -46,6 +48,7 @@ class DecodeFeatures:
     lse: bool = True
     out_float32: bool = False
     invariant: bool = False  # nothing in a sequence's result depends on the others
+    narrow: bool = False  # a sequence has NARROW rows for each KV head at most, and they are narrow enough: see may_be_narrow
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if f.name != "box" and getattr(self, f.name)]
@@ -64,6 +67,8 @@ class DecodeTile:
     staged: int  # blocks of an 8-bit cache on their way; 0 for others
     registers: tuple[int, int]  # of a thread that loads, that attends
     least: int = LEAST  # blocks that are worth a CTA of their own
+    narrow: bool = False  # the features'
+    itemsize: int = 2  # bytes of a number in a stage
     late: Late = Late()  # what is left to CTAs that are done early: parts/splits.py
     evict_first: bool = False  # keys that are read once leave the L2 cache first: 2 to 4 % slower where it holds somebody's writes
     trace: bool = False  # for benchmarks/decode_variants.py: each CTA writes behind its scratch when it got where
@@ -71,6 +76,9 @@ class DecodeTile:
     @property
     def smem_bytes(self) -> int:
         """Of one CTA."""
+        if self.narrow:
+            stages = self.head_dim * self.stages + self.head_dim_v * self.stages_v
+            return _exchange_bytes(self.head_dim_v) + BLOCK * self.itemsize * stages + OTHER_SMEM
         wide = 2 * self.head_dim * self.stages + 2 * self.head_dim_v * self.stages_v
         return 2 * ROWS * self.head_dim + BLOCK * (wide + (self.head_dim + self.head_dim_v) * self.staged) + OTHER_SMEM
 
@@ -84,7 +92,28 @@ class DecodeTile:
         assert self.staged or self.stages == self.stages_v, f"{self}: {self.stages_v} stages of V"
         assert self.ctas * 128 * sum(self.registers) <= REGISTERS, f"{self}: too many registers"
         accumulators = BLOCK // 2 + BLOCK // 4 + self.head_dim_v // 2  # S, P and O
+        if self.narrow:  # O, Q, and K or V
+            accumulators = self.head_dim_v // 2 + self.head_dim // 4 + max(self.head_dim, self.head_dim_v) * self.itemsize // 8
         assert accumulators + 40 <= self.registers[1], f"{self}: {accumulators} registers for the accumulators"
+
+
+def may_be_narrow(head_dim: int, head_dim_v: int) -> bool:
+    """Do a warp's O and Q fit its registers?"""
+    return head_dim <= 192 and head_dim_v <= 128
+
+
+def _exchange_bytes(head_dim_v: int) -> int:
+    """Of what the attending warps have of eight rows"""
+    return WARPS * 8 * head_dim_v * 4
+
+
+def _choose_narrow(f: DecodeFeatures) -> DecodeTile:
+    itemsize, panel = (1, 128) if f.e4m3 else (2, 64)
+    width, width_v = (-(-dim // panel) * panel for dim in (f.head_dim, f.head_dim_v))
+    room = SMEM_OF_SM // 2 - 1024 - OTHER_SMEM - _exchange_bytes(width_v)
+    stages = min(MOST_STAGES, room // (BLOCK * itemsize * (width + width_v)))
+    loading = 56 if f.box == 0 else 40
+    return DecodeTile(width, width_v, 2, stages, stages, 0, (loading, 256 - loading), narrow=True, itemsize=itemsize, late=LATE)
 
 
 @cache
@@ -96,6 +125,10 @@ def choose(features: DecodeFeatures) -> DecodeTile:
     for; there are at least 64 KB here.
     """
     f = features
+    if f.narrow:
+        tile = _choose_narrow(f)
+        tile.check()
+        return tile
     width, width_v = (-(-dim // 64) * 64 for dim in (f.head_dim, f.head_dim_v))
     ctas = 2 if width_v <= 128 and width <= 192 else 1
     room = min(SMEM_OF_SM // ctas - 1024, SMEM_OF_CTA) - OTHER_SMEM - 2 * ROWS * width
