@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cache
 
-from attn3.backends.hopper.parts.splits import LEAST, Late
+from attn3.backends.hopper.parts.splits import LEAST
 
 ROWS = 64  # (query row, head of a group) pairs of a tile
 BLOCK = 64  # keys of a block
@@ -20,9 +20,8 @@ MOST_STAGES = 6
 MOST_CTAS = 2  # that share an SM
 TRACE = (
     "begin", "placed", "first box asked for", "first K", "own stretch done", "last block done", "end", "ns at begin", "ns at end",
-    "SM", "stretches taken",
+    "SM",
 )  # fmt: skip  # clock ticks unless said otherwise
-LATE = Late()  # nothing is left to a counter: Late(2, 4) gave wrong results on a GPU, see benchmarks/notes.md
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,6 @@ class DecodeTile:
     least: int = LEAST  # blocks that are worth a CTA of their own
     narrow: bool = False  # the features'
     itemsize: int = 2  # bytes of a number in a stage
-    late: Late = Late()  # what is left to CTAs that are done early: parts/splits.py
-    evict_first: bool = False  # keys that are read once leave the L2 cache first: 2 to 4 % slower where it holds somebody's writes
     trace: bool = False  # for benchmarks/decode_variants.py: each CTA writes behind its scratch when it got where
 
     @property
@@ -113,7 +110,7 @@ def _choose_narrow(f: DecodeFeatures) -> DecodeTile:
     room = SMEM_OF_SM // 2 - 1024 - OTHER_SMEM - _exchange_bytes(width_v)
     stages = min(MOST_STAGES, room // (BLOCK * itemsize * (width + width_v)))
     loading = 56 if f.box == 0 else 40
-    return DecodeTile(width, width_v, 2, stages, stages, 0, (loading, 256 - loading), narrow=True, itemsize=itemsize, late=LATE)
+    return DecodeTile(width, width_v, 2, stages, stages, 0, (loading, 256 - loading), narrow=True, itemsize=itemsize)
 
 
 @cache
@@ -141,7 +138,7 @@ def choose(features: DecodeFeatures) -> DecodeTile:
     slots = f.box == 0 or f.e4m3
     loading = (96 if ctas == 2 else 152) if slots else 40
     attending = 256 - loading if ctas == 2 else 240
-    tile = DecodeTile(width, width_v, ctas, stages, stages_v, staged, (loading, attending), late=LATE)
+    tile = DecodeTile(width, width_v, ctas, stages, stages_v, staged, (loading, attending))
     tile.check()
     return tile
 

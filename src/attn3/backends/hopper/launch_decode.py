@@ -180,10 +180,10 @@ def _plan(p: Problem) -> _Plan:
             tile = config_decode.choose(features)
             processors = environment.processors(index)
             ctas = tile.ctas * processors
-            slots = units or 2 * line.most_stretches(ctas, tile.late)
+            slots = units or 2 * ctas
             scratch = slots * rows_of_part * (tile.head_dim_v + 1) + tile.trace * ctas * len(config_decode.TRACE)
             # as many for one CTA an SM as for two, so that there is one set for all calls that share
-            counters = max(counters, 1 + (units or line.most_stretches(MOST_CTAS * processors, tile.late)))
+            counters = max(counters, units or MOST_CTAS * processors)
             parts.append(_Part(compile.kernel(features), columns, scratch, slots, ctas))
     lse_shape = p.lse_shape() if p.return_lse else None
     values = c, inner, left or 0, right or 0

@@ -1,16 +1,12 @@
 """The decode kernel for sm_90a: few query rows over a KV cache, with or without pages.
 
 The rows of a tile are (query row, head of a group) pairs, so that all query heads that share a KV head read its keys once. Every
-CTA works through a stretch of all the call's key blocks, then takes short ones from a counter (parts/splits.py). What it cannot
+CTA works through its stretch of all the call's key blocks (parts/splits.py). What it cannot
 finish alone goes to float32 scratch; of the CTAs that have parts of an item, the one that comes last merges them. (A second kernel
 for that would have to wait until the last CTA of all is done, and costs a launch: two to three microseconds of the fifteen that a
 short call takes.)
 
-No CTA ever waits for another one: a part is merged by whoever finds that all others have arrived, and who finds the counter
-at its end leaves. Inside a CTA the loader waits for the attending warps when it has a stretch for them and they have not taken the
-one ``SLOTS`` before. They get there, since whatever belongs to the stretches before that one has been handed to them: TMA does so
-by itself, and of what has been loaded slot by slot at most MOST_STAGES - 1 blocks are not handed over, which belong to as many of
-the last stretches, each having a block at least (after one that has none, everything is handed over).
+No CTA ever waits for another one: a part is merged by whoever finds that all others have arrived.
 
 One warpgroup loads: by TMA where ``box`` keys lie within one page, else with cp.async, key by key, through the page table. An
 8-bit cache lands in a staging buffer, from which the same threads write K and V in float16, which holds every e4m3 number and is
@@ -28,7 +24,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_STAGES, ROWS, TRACE, DecodeFeatures, DecodeTile
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, TRACE, DecodeFeatures, DecodeTile
 from attn3.backends.hopper.kernels.forward import DTYPES, LOG2_E, WG
 from attn3.backends.hopper.parts import line, score, softmax, splits
 from attn3.backends.hopper.parts.line import Lengths
@@ -37,7 +33,6 @@ from attn3.backends.hopper.parts.softmax import LN2, NEG_INF
 
 ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 BAR = 1  # named barrier of the attending warpgroup
-EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
 DEEP = 32  # parts that a merging warp asks for at a time; half as many of wide rows
 PANEL = 64  # 16-bit columns that lie side by side in shared memory: a swizzled row of 128 bytes
 
@@ -64,10 +59,10 @@ class Out(NamedTuple):
     lse: Any  # None: not wanted
     sinks: Any
     v_descale: Any
-    partial_o: Any  # (2 * stretches, rows, head_dim_v padded) float32; invariant: (places in the line, …)
-    partial_lse: Any  # (2 * stretches, rows) float32
-    # (stretches + 1,) int32, zero before and after: parts that have arrived of the item whose first block is that stretch's
-    # (invariant: of the item that begins at that place in the line); the last one counts how often a stretch was asked for
+    partial_o: Any  # (2 * ctas, rows, head_dim_v padded) float32; invariant: (places in the line, …)
+    partial_lse: Any  # (2 * ctas, rows) float32
+    # (ctas,) int32, zero before and after: parts that have arrived of the item whose first block is in that CTA's stretch
+    # (invariant: of the item that begins at that place in the line)
     counters: Any
     trace: Any  # (ctas, TRACE) int32 or None
 
@@ -86,8 +81,7 @@ class Shared(NamedTuple):
     k: Any  # with stages
     v: Any
     staging: Any  # of an 8-bit cache
-    words: Any  # 0 … 5: a CTA's own stretch, 6: parts that had arrived, 8 …: how the line is cut
-    tickets: Any  # (words, slots): stretches from the counter
+    words: Any  # 0 … 3: the CTA's stretch, 4 … 6: how the line is cut, 7: parts that had arrived
     factors: Any  # of the scores of each row, where queries are scaled
     exchange: Any  # of narrow tiles: see NarrowKernel
 
@@ -95,24 +89,15 @@ class Shared(NamedTuple):
 class Rings(NamedTuple):
     k: Any
     v: Any
-    tickets_full: Any  # barriers
-    tickets_empty: Any
 
 
 class Stretch(NamedTuple):
     """A CTA's place in the line of blocks."""
 
-    total: Any
-    number: Any  # of the stretch
     at: Any
     end: Any  # at, where there is nothing
     batch: Any  # the sequence of the block at ``at``
     base: Any  # its first block
-
-
-TICKET = 5  # words of a stretch that is handed out: all but the total
-SLOTS = 8  # stretches that the loader can be ahead
-assert SLOTS >= MOST_STAGES
 
 
 class Run(NamedTuple):
@@ -256,27 +241,20 @@ class DecodeKernel:
         if const_expr(self.widened):
             staging = smem.allocate_tensor(Uint8, self.staging_layout(), 128)
         bars_k, bars_v = (smem.allocate_array(Int64, 2 * n) for n in (self.tile.stages, self.tile.stages_v))
-        tickets_full, tickets_empty = (smem.allocate_array(Int64, SLOTS) for _ in range(2))
-        words = smem.allocate_tensor(Int32, cute.make_layout(16), 16)
-        tickets = smem.allocate_tensor(Int32, cute.make_layout((8, SLOTS)), 16)
+        words = smem.allocate_tensor(Int32, cute.make_layout(8), 16)
         factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16) if const_expr(self.scaled) else None
-        shared = Shared(sQ, sK, sV, staging, words, tickets, factors, exchange)
-        rings = Rings(self.ring(bars_k, self.wide, self.tile.stages), self.ring(bars_v, self.wide_v, self.tile.stages_v),
-                      tickets_full, tickets_empty)  # fmt: skip
+        shared = Shared(sQ, sK, sV, staging, words, factors, exchange)
+        rings = Rings(self.ring(bars_k, self.wide, self.tile.stages), self.ring(bars_v, self.wide_v, self.tile.stages_v))
         if warp == WG // 32:  # while another warp sets up the barriers
-            line.place(lengths, bidx, ctas, words, self.chunk, self.least, self.tile.late)
+            line.place(lengths, bidx, ctas, words, self.chunk, self.least)
         elif warp == 0:
             if const_expr(not self.slots):
                 cpasync.prefetch_descriptor(boxes_k.atom)
                 cpasync.prefetch_descriptor(boxes_v.atom)
-            if cute.arch.lane_idx() == 0:
-                for i in cutlass.range_constexpr(SLOTS):
-                    cute.arch.mbarrier_init(tickets_full + i, 1)
-                    cute.arch.mbarrier_init(tickets_empty + i, 2 * WG // 32 - 1 if self.slots else WG // 32)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         self.note(to, 1, warp == 0)
-        own = lambda: Stretch(*(cute.arch.make_warp_uniform(words[i]) for i in range(6)))  # each role's copy, or both are spilled
+        own = lambda: Stretch(*(cute.arch.make_warp_uniform(words[i]) for i in range(4)))  # each role's copy, or both are spilled
 
         if wg == 0:  # ---------------------------------------------------------------------------------------- producer
             cute.arch.setmaxregister_decrease(self.tile.registers[0])
@@ -311,55 +289,10 @@ class DecodeKernel:
 
     def cut(self, words):
         """How the line is cut, as ``line.place`` found it."""
-        return splits.Share(*(words[8 + i] for i in range(5)))
+        return splits.Share(*(words[4 + i] for i in range(3)))
 
     @cute.jit
-    def hand_out(self, to: Out, lengths: Lengths, total, batch, base, shared: Shared, rings: Rings, n):
-        """One warp of the loader: the next stretch from the counter, for itself and into slot n % SLOTS for the others.
-
-        Each CTA with a stretch of its own asks until it gets a number that is none's, once. Whoever gets the highest number that
-        can be given is the last to ask, and sets the counter back.
-        """
-        cut = self.cut(shared.words)
-        number, at, end = Int32(0), Int32(0), Int32(0)
-        if cut.late > 0:
-            last = cut.ctas * cut.late
-            if cute.arch.lane_idx() == 0:
-                counter = cute.size(to.counters) - 1
-                number = cute.arch.atomic_add(to.counters.iterator + counter, Int32(1), sem="relaxed", scope="gpu")
-                if number == last + cut.ctas - 1:
-                    to.counters[counter] = 0
-            number = cute.arch.shuffle_sync(number, 0)
-            if number < last:
-                number = splits.handed_out(number, cut, cutlass.max)
-                at = splits.start_of(number, cut, total, cutlass.min)
-                end = splits.start_of(number + 1, cut, total, cutlass.min)
-                batch, base = line.locate(lengths, at, batch, base, self.chunk)
-            cute.arch.mbarrier_wait(rings.tickets_empty + n % SLOTS, (n // SLOTS % 2) ^ 1)
-            if cute.arch.lane_idx() == 0:
-                slot = shared.tickets[None, n % SLOTS]
-                slot[0], slot[1], slot[2], slot[3], slot[4] = number, at, end, batch, base
-                cute.arch.mbarrier_arrive(rings.tickets_full + n % SLOTS)
-        uniform = cute.arch.make_warp_uniform
-        return uniform(number), uniform(at), uniform(end), uniform(batch), uniform(base)
-
-    @cute.jit
-    def take(self, shared: Shared, rings: Rings, n):
-        """Any other warp: what ``hand_out`` found."""
-        got = cute.make_rmem_tensor(TICKET, Int32)
-        got.fill(0)
-        if self.cut(shared.words).late > 0:
-            cute.arch.mbarrier_wait(rings.tickets_full + n % SLOTS, n // SLOTS % 2)
-            for i in cutlass.range_constexpr(TICKET):
-                got[i] = shared.tickets[i, n % SLOTS]
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(rings.tickets_empty + n % SLOTS)
-        uniform = cute.arch.make_warp_uniform
-        return uniform(got[0]), uniform(got[1]), uniform(got[2]), uniform(got[3]), uniform(got[4])
-
-    @cute.jit
-    def run_at(self, lengths: Lengths, number, at, stretch_end, batch, base):
+    def run_at(self, lengths: Lengths, at, stretch_end, batch, base):
         """The blocks from ``at`` on that belong to one item; also the sequence that they are of, and its first block."""
         s = line.span_of(lengths, batch, self.chunk)
         while at >= base + s.work:
@@ -374,7 +307,7 @@ class DecodeKernel:
             stop, slot = n + 1, at
         else:
             stop = cutlass.min(s.units, n + stretch_end - at)
-            slot = splits.slot_of(number, Int32(1) if n == 0 else Int32(0))
+            slot = splits.slot_of(cute.arch.block_idx()[0], Int32(1) if n == 0 else Int32(0))
         begin = s.begin + n * self.chunk
         end = s.begin + cutlass.min(stop * self.chunk, s.blocks) if s.first_key < s.last_key else begin
         run = Run(batch, head, item - head * s.tiles, stop - n, begin, end, slot, (n == 0) & (stop == s.units), first,
@@ -398,15 +331,10 @@ class DecodeKernel:
         count = const_expr(BLOCK // box)
         tKs, tVs = self.box_targets(boxes_k, shared.k, self.wide), self.box_targets(boxes_v, shared.v, self.wide_v)
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages)
-        total, number, at, end, batch, base = stretch
-        taken = Int32(0)
+        at, end, batch, base = stretch
         numbers, places = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
         while at < end:
-            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
-            # the other tiles of a KV head will read the same keys again
-            policy = Int64(EVICT_NORMAL)
-            if const_expr(self.tile.evict_first):
-                policy = Int64(EVICT_FIRST) if run.query_length * lengths.group <= ROWS else Int64(EVICT_NORMAL)
+            run, batch, base = self.run_at(lengths, at, end, batch, base)
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 for i in cutlass.range_constexpr(count):
                     key = cutlass.max(cutlass.min(n * BLOCK + i * box, run.last_key - 1), run.first_key)
@@ -415,18 +343,10 @@ class DecodeKernel:
                 for boxes, targets, ring in ((boxes_k, tKs, rings.k), (boxes_v, tVs, rings.v)):
                     ring.producer_acquire(st)
                     for i in cutlass.range_constexpr(count):
-                        self.fetch(
-                            boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st), policy
-                        )
+                        self.fetch(boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st))
                 self.note(to, 2, st.count == 0)
                 st.advance()
             at = at + run.units
-            if const_expr(self.tile.late.stretches > 0):
-                if at >= end:
-                    if taken == 0:  # the first one from the counter may lie before this CTA's own
-                        batch, base = Int32(0), Int32(0)
-                    number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
-                    taken = taken + 1
 
     @cute.jit
     def box_targets(self, boxes, sX, width: cutlass.Constexpr):
@@ -437,12 +357,12 @@ class DecodeKernel:
         return cute.make_tensor(sX.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
-    def fetch(self, boxes, targets, head, number, place, i: cutlass.Constexpr, stage, bar, policy):
+    def fetch(self, boxes, targets, head, number, place, i: cutlass.Constexpr, stage, bar):
         tile = (self.features.box, PANEL)
         source = cute.local_tile(boxes.tensor[None, None, head, number], tile, (place, None))  # (box, PANEL, panel)
         tXs, tXg = cpasync.tma_partition(boxes.atom, 0, cute.make_layout(1), targets, cute.group_modes(source, 0, 2))
         for panel in cutlass.range_constexpr(cute.size(targets, mode=[1])):
-            cute.copy(boxes.atom, tXg[None, panel], tXs[None, panel, i, stage], tma_bar_ptr=bar, cache_policy=policy)
+            cute.copy(boxes.atom, tXg[None, panel], tXs[None, panel, i, stage], tma_bar_ptr=bar)
 
     def staging_layout(self):
         """(16 bytes, thread, which of its pieces, block): a thread reads what it has loaded itself, so that nobody waits."""
@@ -480,10 +400,10 @@ class DecodeKernel:
         tK, tV, staging = self.by_chunk(shared.k, self.wide), self.by_chunk(shared.v, self.wide_v), shared.staging
         if const_expr(self.cached < self.wide):  # columns that nobody writes: Q is 0 there, but 0 * NaN is not
             self.clear_columns(tK, self.cached // 8, self.wide // 8, tid)
-        total, number, at, end, batch, base = stretch
-        pending, loaded, taken = Int32(0), Int32(0), Int32(0)  # blocks not handed over; blocks of this stretch; stretches
+        at, end, batch, base = stretch
+        pending = Int32(0)  # blocks not handed over
         while at < end:
-            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
+            run, batch, base = self.run_at(lengths, at, end, batch, base)
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 key = n * BLOCK + 16 * warp + lane % 16
                 page, place = self.slot_of(cache, run, cutlass.max(cutlass.min(key, run.last_key - 1), run.first_key))
@@ -496,7 +416,6 @@ class DecodeKernel:
                 cute.arch.cp_async_commit_group()
                 st.advance()
                 pending = pending + 1
-                loaded = loaded + 1
                 if pending == ahead:
                     cute.arch.cp_async_wait_group(ahead - 1)
                     self.hand_over(tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
@@ -505,33 +424,12 @@ class DecodeKernel:
                     filled.advance()
                     filled_v.advance()
             at = at + run.units
-            if const_expr(self.tile.late.stretches > 0):
-                if at >= end:
-                    if loaded == 0:
-                        done, filled, filled_v = self.drain(
-                            pending, tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid
-                        )
-                        pending = Int32(0)
-                    loaded = Int32(0)
-                    if taken == 0:  # as above
-                        batch, base = Int32(0), Int32(0)
-                    if warp == 0:
-                        number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
-                    else:
-                        number, at, end, batch, base = self.take(shared, rings, taken)
-                    taken = taken + 1
-        self.drain(pending, tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
-
-    @cute.jit
-    def drain(self, pending, tK, tV, staging, rings: Rings, done, filled, filled_v, warp, lane, tid):
-        """Everything that has been loaded is handed over."""
         cute.arch.cp_async_wait_group(0)
         for _n in cutlass.range(0, pending, unroll=1):
             self.hand_over(tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
             done.advance()
             filled.advance()
             filled_v.advance()
-        return done, filled, filled_v
 
     @cute.jit
     def by_chunk(self, sX, width: cutlass.Constexpr):
@@ -627,10 +525,9 @@ class DecodeKernel:
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages)
         sv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_v)
         group = lengths.group
-        total, number, at, end, batch, base = stretch
-        taken = Int32(0)
+        at, end, batch, base = stretch
         while at < end:
-            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
+            run, batch, base = self.run_at(lengths, at, end, batch, base)
             rows_here = cutlass.min(run.query_length * group - run.tile * ROWS, ROWS)
             self.load_q(mQ, shared, run, rows_here, group, tid)
             all_begin, all_end = self.bounds_of(run, lengths, scores, row0, bounds)
@@ -661,7 +558,7 @@ class DecodeKernel:
                 rings.v.consumer_release(sv)
                 st.advance()
                 sv.advance()
-            self.note(to, 4, (tid < 32) & (taken == 0) & (at + run.units >= end))
+            self.note(to, 4, (tid < 32) & (at + run.units >= end))
             self.note(to, 5, tid < 32)
             softmax.freeze(state, scores.c, self.start)
             for r in cutlass.range_constexpr(2):
@@ -687,15 +584,8 @@ class DecodeKernel:
                     else:
                         self.store_part(O_mn, r, to, lse, run.slot, row, tid)
             if not run.whole:
-                self.arrive(to, lengths, total, run, rows_here, shared.words, tid)
+                self.arrive(to, lengths, run, rows_here, shared.words, tid)
             at = at + run.units
-            if const_expr(self.tile.late.stretches > 0):
-                if at >= end:
-                    number, at, end, batch, base = self.take(shared, rings, taken)
-                    taken = taken + 1
-        if const_expr(to.trace is not None):
-            if tid == 0:
-                to.trace[cute.arch.block_idx()[0], 10] = taken
 
     @cute.jit
     def bounds_of(self, run: Run, lengths: Lengths, scores: Scores, row0, bounds):
@@ -717,7 +607,7 @@ class DecodeKernel:
 
     @cute.jit
     def weigh_scores(self, S_mn, n, scores: Scores, factors, bounds, all_begin, all_end, column, state):
-        """Block n's products of queries and keys -> P before rounding; this thread's columns are 8 j and 8 j + 1 behind ``column``"""
+        """Block n's products of queries and keys -> P before rounding; ``column``: this thread's first one"""
         f = self.features
         if const_expr(f.k_descale or self.scaled):
             for r in cutlass.range_constexpr(2):
@@ -817,20 +707,20 @@ class DecodeKernel:
             to.partial_lse[slot, row] = lse
 
     @cute.jit
-    def arrive(self, to: Out, lengths: Lengths, total, run: Run, rows_here, words, tid):
+    def arrive(self, to: Out, lengths: Lengths, run: Run, rows_here, words, tid):
         """A part of an item is written. Whoever comes last merges all of them."""
         first, parts = run.line, run.line_end - run.line
         if const_expr(not self.features.invariant):
             cut = self.cut(words)
-            first = splits.owner_of(run.line, cut, total, cutlass.min, cutlass.max)
-            parts = splits.owner_of(run.line_end - 1, cut, total, cutlass.min, cutlass.max) + 1 - first
+            first = splits.owner_of(run.line, cut, cutlass.min, cutlass.max)
+            parts = splits.owner_of(run.line_end - 1, cut, cutlass.min, cutlass.max) + 1 - first
         # all stores of the warpgroup come before the arrival, and all arrivals before the last one's loads: the barriers extend
         # what one thread releases and acquires to the other ones
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
         if tid == 0:
-            words[6] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")
+            words[7] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
-        if words[6] == parts - 1:
+        if words[7] == parts - 1:
             if tid == 0:
                 to.counters[first] = 0
             for row in cutlass.range(tid // 32, rows_here, WG // 32, unroll=1):

@@ -19,10 +19,21 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 from attn3.backends.hopper.config_decode import BLOCK, NARROW, ROWS, WARPS
 from attn3.backends.hopper.kernels.backward import opaque
 from attn3.backends.hopper.kernels.decode import (
-    BAR, PANEL, DecodeKernel, Lengths, Out, Rings, Run, Scores, Shared, Stretch, into_range, widen_word,
-)  # fmt: skip
+    BAR,
+    PANEL,
+    DecodeKernel,
+    Out,
+    Rings,
+    Run,
+    Scores,
+    Shared,
+    Stretch,
+    into_range,
+    widen_word,
+)
 from attn3.backends.hopper.kernels.forward import LOG2_E, WG
 from attn3.backends.hopper.parts import softmax
+from attn3.backends.hopper.parts.line import Lengths
 from attn3.backends.hopper.parts.mma import pack, rows_view
 from attn3.backends.hopper.parts.softmax import LN2, NEG_INF
 
@@ -57,10 +68,9 @@ class NarrowKernel(DecodeKernel):
         factors = cute.make_rmem_tensor(2, Float32)
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages)
         group = lengths.group
-        total, number, at, end, batch, base = stretch
-        taken = Int32(0)
+        at, end, batch, base = stretch
         while at < end:
-            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
+            run, batch, base = self.run_at(lengths, at, end, batch, base)
             rows_here = cutlass.min(run.query_length * group, NARROW)
             self.load_rows(mQ, Q, factors, run, rows_here, group, opaque(lane))
             if const_expr(f.k_descale):
@@ -90,20 +100,13 @@ class NarrowKernel(DecodeKernel):
                 rings.v.consumer_release(st)
                 self.add_values(values, P, O)
                 st.advance()
-            self.note(to, 4, (tid < 32) & (taken == 0) & (at + run.units >= end))
+            self.note(to, 4, (tid < 32) & (at + run.units >= end))
             self.note(to, 5, tid < 32)
             softmax.freeze(state, scores.c, self.start)
             self.share_rows(O, state, to, run, group, rows_here, shared.exchange)
             if not run.whole:
-                self.arrive(to, lengths, total, run, rows_here, shared.words, opaque(tid))
+                self.arrive(to, lengths, run, rows_here, shared.words, opaque(tid))
             at = at + run.units
-            if const_expr(self.tile.late.stretches > 0):
-                if at >= end:
-                    number, at, end, batch, base = self.take(shared, rings, taken)
-                    taken = taken + 1
-        if const_expr(to.trace is not None):
-            if tid == 0:
-                to.trace[cute.arch.block_idx()[0], 10] = taken
 
     @cute.jit
     def load_rows(self, mQ, Q, factors, run: Run, rows_here, group, lane):

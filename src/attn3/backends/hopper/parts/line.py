@@ -46,23 +46,21 @@ def span_of(lengths: Lengths, b, chunk: cutlass.Constexpr):
 
 
 @cute.jit
-def place(lengths: Lengths, cta, ctas, out, chunk: cutlass.Constexpr, least: cutlass.Constexpr, late: cutlass.Constexpr):
-    """One warp: out <- (blocks of all, a CTA's own stretch, its first block and end, the sequence that begins in, its first block);
-    from 8 on how the line is cut.
+def place(lengths: Lengths, cta, ctas, out, chunk: cutlass.Constexpr, least: cutlass.Constexpr):
+    """One warp: out <- (a CTA's first block and end, the sequence that the first one is of, that one's first block); from 4 on how
+    the line is cut.
     """
     lane = cute.arch.lane_idx()
     mine = Int32(0)
     for some in cutlass.range(lane, (lengths.count + 31) // 32 * 32, 32, unroll=4):  # loads of several rounds on their way at once
         mine = mine + span_of(lengths, some, chunk).work
     total = cute.arch.warp_reduction_sum(mine)
-    cut = splits.share(total, ctas, cutlass.min, cutlass.max, least, late)
-    stretch = splits.own(cta, cut)
-    start = splits.start_of(stretch, cut, total, cutlass.min)
+    cut = splits.share(total, ctas, cutlass.min, cutlass.max, least)
+    start = splits.start_of(cta, cut, total, cutlass.min)
     batch, base = locate(lengths, start, Int32(0), Int32(0), chunk)
     if lane == 0:
-        out[0], out[1], out[2], out[4], out[5] = total, stretch, start, batch, base
-        out[3] = splits.start_of(stretch + 1, cut, total, cutlass.min)
-        out[8], out[9], out[10], out[11], out[12] = cut
+        out[0], out[1], out[2], out[3] = start, splits.start_of(cta + 1, cut, total, cutlass.min), batch, base
+        out[4], out[5], out[6] = cut
 
 
 @cute.jit
