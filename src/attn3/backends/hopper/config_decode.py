@@ -18,6 +18,7 @@ OTHER_SMEM = 1024  # barriers and a few words
 REGISTERS = 65536
 MOST_STAGES = 6
 MOST_CTAS = 2  # that share an SM
+SMALLEST_BOX = 8  # keys that TMA fetches at a time; smaller ones come slot by slot
 TRACE = (
     "begin", "placed", "first box asked for", "first K", "own stretch done", "last block done", "end", "ns at begin", "ns at end",
     "SM",
@@ -94,9 +95,9 @@ class DecodeTile:
         assert accumulators + 40 <= self.registers[1], f"{self}: {accumulators} registers for the accumulators"
 
 
-def may_be_narrow(head_dim: int, head_dim_v: int) -> bool:
-    """Do a warp's O and Q fit its registers?"""
-    return head_dim <= 192 and head_dim_v <= 128
+def may_be_narrow(head_dim: int, head_dim_v: int, box: int, e4m3: bool) -> bool:
+    """Do a warp's O and Q fit its registers? Slot by slot, 16-bit keys leave too few to those that load or to those that attend."""
+    return head_dim_v <= 128 and (head_dim <= 128 if e4m3 else head_dim <= 192 and box >= SMALLEST_BOX)
 
 
 def _exchange_bytes(head_dim_v: int) -> int:
@@ -109,7 +110,7 @@ def _choose_narrow(f: DecodeFeatures) -> DecodeTile:
     width, width_v = (-(-dim // panel) * panel for dim in (f.head_dim, f.head_dim_v))
     room = SMEM_OF_SM // 2 - 1024 - OTHER_SMEM - _exchange_bytes(width_v)
     stages = min(MOST_STAGES, room // (BLOCK * itemsize * (width + width_v)))
-    loading = 56 if f.box == 0 else 40
+    loading = 64 if f.box == 0 else 40
     return DecodeTile(width, width_v, 2, stages, stages, 0, (loading, 256 - loading), narrow=True, itemsize=itemsize)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn3.backends.hopper import compile, config_decode, environment, launch
-from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_CTAS, NARROW, ROWS, DecodeFeatures, may_be_narrow
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_CTAS, NARROW, ROWS, SMALLEST_BOX, DecodeFeatures, may_be_narrow
 from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, WIDEST_V
 from attn3.backends.hopper.parts import splits as line
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from attn3.problem import Problem
 
 E4M3 = torch.float8_e4m3fn
-SMALLEST_BOX = 8  # keys that TMA fetches at a time; smaller ones come slot by slot
 _MOST_PLANS = 4096
 
 
@@ -99,7 +98,7 @@ def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
     box = BLOCK if keys.page_table is None else math.gcd(BLOCK, p.k.shape[1])
     width = min(p.head_dim_v, WIDEST_V) if width is None else width
     rows = p.q.shape[1] * (p.heads // p.kv_heads)
-    narrow = not p.packed and rows <= NARROW and may_be_narrow(p.head_dim, width)
+    narrow = not p.packed and rows <= NARROW and may_be_narrow(p.head_dim, width, box, e4m3)
     return DecodeFeatures(
         dtype=str(p.q.dtype).removeprefix("torch."),
         head_dim=p.head_dim,
