@@ -199,10 +199,10 @@ def test_a_box_of_keys_lies_within_a_page(page: int | None, box: int) -> None:
 
 @pytest.mark.parametrize(
     ("query_length", "head_dim", "head_dim_v", "narrow"),
-    [(1, 64, 64, True), (8, 128, 128, True), (9, 64, 64, False), (1, 256, 64, False), (1, 64, 256, False), ((1, 1), 64, 64, False)],
+    [(1, 64, 64, True), (8, 128, 128, True), (9, 64, 64, False), (1, 192, 64, False), (1, 64, 256, False), ((1, 1), 64, 64, False)],
 )
 def test_few_rows_are_attended_by_warps(query_length: int | tuple, head_dim: int, head_dim_v: int, narrow: bool) -> None:
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    sizes = {"page": None, "heads": 4, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim_v}
     for cache_dtype in (None, "float8_e4m3fn"):
         features = launch_decode.features_of(
             build_cache(CacheCase("rows", query_length, (300, 7), cache_dtype=cache_dtype, **sizes))

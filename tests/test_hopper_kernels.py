@@ -114,7 +114,7 @@ def decode_features() -> list[DecodeFeatures]:
         replace(common, box=0, head_dim=256, head_dim_v=256, dtype="float16", negative_scale=True),
         replace(common, narrow=True, left=True, sinks=True, leftpad=True, out_float32=True),
         replace(common, narrow=True, box=16, invariant=True, head_dim=72, head_dim_v=40, softcap=True),
-        replace(common, narrow=True, head_dim=192, lse=False, dtype="float16"),
+        replace(common, narrow=True, head_dim=64, lse=False, dtype="float16"),
         replace(common, narrow=True, e4m3=True, k_descale=True, v_descale=True, softcap=True, sinks=True),
         replace(common, narrow=True, e4m3=True, k_descale=True, box=0, left=True, leftpad=True, head_dim_v=96),
     ]

@@ -97,7 +97,7 @@ class DecodeTile:
 
 def may_be_narrow(head_dim: int, head_dim_v: int, box: int, e4m3: bool) -> bool:
     """Do a warp's O and Q fit its registers? Slot by slot, 16-bit keys leave too few to those that load or to those that attend."""
-    return head_dim_v <= 128 and (head_dim <= 128 if e4m3 else head_dim <= 192 and box >= SMALLEST_BOX)
+    return head_dim <= 128 and head_dim_v <= 128 and (e4m3 or box >= SMALLEST_BOX)
 
 
 def _exchange_bytes(head_dim_v: int) -> int:

@@ -81,7 +81,7 @@ class Shared(NamedTuple):
     k: Any  # with stages
     v: Any
     staging: Any  # of an 8-bit cache
-    words: Any  # 0 … 3: the CTA's stretch, 4 … 6: how the line is cut, 7: parts that had arrived
+    words: Any  # 0 … 3: the CTA's stretch, 4 … 8: how the line is cut, 9: parts that had arrived
     factors: Any  # of the scores of each row, where queries are scaled
     exchange: Any  # of narrow tiles: see NarrowKernel
 
@@ -241,8 +241,8 @@ class DecodeKernel:
         if const_expr(self.widened):
             staging = smem.allocate_tensor(Uint8, self.staging_layout(), 128)
         bars_k, bars_v = (smem.allocate_array(Int64, 2 * n) for n in (self.tile.stages, self.tile.stages_v))
-        words = smem.allocate_tensor(Int32, cute.make_layout(8), 16)
-        factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16) if const_expr(self.scaled) else None
+        words = smem.allocate_tensor(Int32, cute.make_layout(12), 16)
+        factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16) if const_expr(self.scaled and not self.features.narrow) else None
         shared = Shared(sQ, sK, sV, staging, words, factors, exchange)
         rings = Rings(self.ring(bars_k, self.wide, self.tile.stages), self.ring(bars_v, self.wide_v, self.tile.stages_v))
         if warp == WG // 32:  # while another warp sets up the barriers
@@ -289,7 +289,7 @@ class DecodeKernel:
 
     def cut(self, words):
         """How the line is cut, as ``line.place`` found it."""
-        return splits.Share(*(words[4 + i] for i in range(3)))
+        return splits.Share(*(words[4 + i] for i in range(5)))
 
     @cute.jit
     def run_at(self, lengths: Lengths, at, stretch_end, batch, base):
@@ -718,9 +718,9 @@ class DecodeKernel:
         # what one thread releases and acquires to the other ones
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
         if tid == 0:
-            words[7] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")
+            words[9] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
-        if words[7] == parts - 1:
+        if words[9] == parts - 1:
             if tid == 0:
                 to.counters[first] = 0
             for row in cutlass.range(tid // 32, rows_here, WG // 32, unroll=1):
@@ -733,7 +733,11 @@ class DecodeKernel:
         lane = cute.arch.lane_idx()
         query = (run.tile * ROWS + row) // lengths.group
         head = run.head * lengths.group + run.tile * ROWS + row - query * lengths.group
-        slot = lambda part: first + part if f.invariant else splits.slot_of(first + part, Int32(1) if part == 0 else Int32(0))
+        # of the first part: its slot begins the item; of the other ones in steps of two slots, or, invariant, of one
+        step, begins = const_expr((1, 0) if f.invariant else (2, 1))
+        head_of_parts = Int64(step * first) * to.partial_o.stride[0] + row * self.dv
+        partial_o = cute.make_tensor(to.partial_o.iterator + cute.assume(head_of_parts, divby=self.dv), cute.make_layout(
+            (2 * parts, self.dv), stride=(cute.assume(Int32(to.partial_o.stride[0]), divby=self.dv), 1)))  # fmt: skip
         weigh = lambda lse, top: cute.math.exp2((lse - top) * LOG2_E, fastmath=True)
         width = const_expr(4 if self.dv % 128 == 0 else 2)  # this lane's columns: width (lane + 32 i) and the next ones
         panels = const_expr(self.dv // (32 * width))
@@ -747,9 +751,12 @@ class DecodeKernel:
         for begin in cutlass.range(0, parts, deep, unroll=1):
             mine = Float32(NEG_INF)
             if (lane < deep) & (begin + lane < parts):
-                mine = to.partial_lse[slot(begin + lane), row]
+                mine = to.partial_lse[step * (first + begin + lane) + (begins if begin + lane == 0 else 0), row]
             for j in cutlass.range_constexpr(deep):  # on their way together with lse
-                source = to.partial_o[slot(cutlass.min(begin + j, parts - 1)), row, None]
+                place = step * cutlass.min(begin + j, parts - 1)
+                if const_expr(j == 0):
+                    place = place + (begins if begin == 0 else 0)
+                source = partial_o[place, None]
                 for i in cutlass.range_constexpr(panels):
                     cute.autovec_copy(cute.local_tile(source, (width,), (lane + 32 * i,)), some[None, i, j])
             before = top

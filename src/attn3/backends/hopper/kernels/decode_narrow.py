@@ -111,7 +111,7 @@ class NarrowKernel(DecodeKernel):
     @cute.jit
     def load_rows(self, mQ, Q, factors, run: Run, rows_here, group, lane):
         """Q <- this thread's columns of its two rows, zeros where there are none; factors <- what undoes their scaling"""
-        panels, mine = const_expr(self.wide // PANEL), const_expr(2 * PANEL // 8 if self.paired else PANEL // 4)
+        panels, mine = const_expr(self.wide // PANEL), const_expr((2 if self.paired else 1) * PANEL // 4)
         for r in cutlass.range_constexpr(2):
             row = lane // 4 + 8 * r
             got = cute.make_rmem_tensor((8, mine // 8, panels), mQ.element_type)

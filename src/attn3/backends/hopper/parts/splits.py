@@ -1,7 +1,9 @@
 """How a decode call's blocks of keys are shared out among CTAs, evenly whatever the sequences' lengths are.
 
 All blocks of all items stand in one line; an item is one tile of (query row, head of a group) rows of one sequence and KV head.
-The line is cut into stretches, one for each CTA, of equal length up to one block.
+The line is cut into stretches, one for each CTA, of equal length up to one block. Where all items are equally long, they are all
+cut at the same places, or not at all, if that leaves few CTAs idle: heads whose keys lie side by side in memory are then read at the
+same time, which the memory likes.
 
 A stretch holds some whole items and a part of at most two that others have parts of, too. A part goes to a scratch slot of its
 stretch, so that scratch depends on the number of CTAs alone; who finishes an item finds its parts from the item's place in the
@@ -16,32 +18,50 @@ Plain arithmetic, for Python ints as well as for device integers.
 from typing import Any, NamedTuple
 
 LEAST = 4  # blocks of a stretch: shorter ones cost more to merge than they save
+BUSY = 14  # sixteenths of the CTAs that have to be in use where items are cut alike
 
 
 class Share(NamedTuple):
-    """The line of blocks, cut: the first ``more`` stretches have ``each + 1`` blocks, the other ones ``each``."""
+    """The line of blocks, cut: every ``unit`` blocks into ``parts`` stretches, of which the first ``more`` have ``each + 1`` blocks,
+    the other ones ``each``.
+    """
 
     ctas: Any  # in use
+    unit: Any
+    parts: Any
     each: Any
     more: Any
 
 
-def share(total, ctas, minimum=min, maximum=max, least=LEAST):
-    """``total`` blocks among at most ``ctas`` CTAs, ``least`` or more for each."""
+def share(total, ctas, even=0, minimum=min, maximum=max, least=LEAST):
+    """``total`` blocks among at most ``ctas`` CTAs, ``least`` or more for each. ``even``: the blocks of every item; 0 if they differ."""
     used = minimum(ctas, maximum(total // least, 1))
-    each = total // used
-    return Share(used, each, total - each * used)
+    item = maximum(even, 1)
+    items = total // item
+    parts = maximum(minimum(ctas // maximum(items, 1), item // least), 1)  # of an item
+    several = maximum((items + ctas - 1) // ctas, 1)  # whole items for each CTA, where there are more of them
+    aligned_used = (items + several - 1) // several * parts
+    aligned = minimum(even, 1) * minimum(maximum(aligned_used * 16 - used * BUSY + 1, 0), 1)  # 1 or 0
+    unit = aligned * item * several + (1 - aligned) * maximum(total, 1)
+    parts = aligned * parts + (1 - aligned) * used
+    each = unit // parts
+    return Share(aligned * aligned_used + (1 - aligned) * used, unit, parts, each, unit - each * parts)
 
 
 def start_of(cta, cut: Share, total, minimum=min):
     """The first block of a CTA's stretch; that of the next one is its end. CTAs behind the last one in use get none."""
-    return minimum(cta * cut.each + minimum(cta, cut.more), total)
+    unit = cta // cut.parts
+    part = cta - unit * cut.parts
+    return minimum(unit * cut.unit + part * cut.each + minimum(part, cut.more), total)
 
 
 def owner_of(block, cut: Share, minimum=min, maximum=max):
     """The CTA whose stretch a block lies in."""
+    unit = block // cut.unit
+    block = block - unit * cut.unit
     wide = cut.more * (cut.each + 1)
-    return minimum(block // (cut.each + 1), cut.more) + maximum(block - wide, 0) // maximum(cut.each, 1)
+    part = minimum(block // (cut.each + 1), cut.more) + maximum(block - wide, 0) // maximum(cut.each, 1)
+    return unit * cut.parts + part
 
 
 def slot_of(stretch, begins):
