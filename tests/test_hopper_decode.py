@@ -32,16 +32,35 @@ from attn3.reference import reference
 @pytest.mark.parametrize(("total", "ctas"), list(product((0, 1, 3, 4, 5, 31, 1056, 1057, 99991), (1, 2, 7, 264))))
 def test_every_block_has_one_owner_and_stretches_are_even(total: int, ctas: int) -> None:
     cut = splits.share(total, ctas)
+    lengths = check_cut(cut, total, ctas)
+    if total >= splits.LEAST:
+        assert min(lengths) >= splits.LEAST
+    assert max(lengths) - min(lengths) <= 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(items=st.integers(1, 1500), item=st.integers(1, 400), ctas=st.sampled_from([1, 8, 132, 264]), least=st.sampled_from([1, 4]))
+def test_items_of_one_length_are_cut_alike(items: int, item: int, ctas: int, least: int) -> None:
+    total = items * item
+    cut, plain = splits.share(total, ctas, item, least=least), splits.share(total, ctas, least=least)
+    lengths = check_cut(cut, total, ctas)
+    assert cut == plain or 16 * cut.ctas >= splits.BUSY * plain.ctas, "too many CTAs have nothing to do"
+    if cut != plain:
+        inside = {splits.start_of(cta, cut, total) % item for cta in range(cut.ctas)}
+        assert len(inside) * items == cut.ctas or inside == {0}, "items are cut at different places"
+        assert max(lengths) <= max(-(-item // max(ctas // items, 1)), 2 * least) or inside == {0}
+
+
+def check_cut(cut: splits.Share, total: int, ctas: int) -> list[int]:
+    """Every block is one CTA's. Returns the blocks of those that have some."""
     edges = [splits.start_of(cta, cut, total) for cta in range(ctas + 1)]
     assert edges[0] == 0 and edges[-1] == edges[cut.ctas] == total and edges == sorted(edges)
     lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
-    assert all(n == 0 for n in lengths[cut.ctas :])
-    if total >= splits.LEAST:
-        assert min(lengths[: cut.ctas]) >= splits.LEAST
-    assert max(lengths) - min(lengths[: cut.ctas]) <= 1
+    assert cut.ctas <= ctas and all(lengths[: cut.ctas]) or total == 0
     for block in range(total) if total < 2000 else (0, 1, 377, 378, 379, total // 2, total - 1):
         owner = splits.owner_of(block, cut)
         assert edges[owner] <= block < edges[owner + 1]
+    return lengths[: cut.ctas]
 
 
 @pytest.mark.parametrize("left", [None, 0, 100])
@@ -69,7 +88,7 @@ class Device:
     def __init__(self, items: list[int], ctas: int) -> None:
         items = [max(n, 1) for n in items]
         self.total, self.ctas = sum(items), ctas
-        self.cut = splits.share(self.total, ctas)
+        self.cut = splits.share(self.total, ctas, items[0] if len(set(items)) == 1 else 0)
         self.items, self.begins = items, [sum(items[:i]) for i in range(len(items))]
         self.counters = Counter[int]()
         self.scratch: dict[int, tuple[int, int, int]] = {}
@@ -114,7 +133,10 @@ class Device:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    items=st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2)), min_size=1, max_size=60),
+    items=st.one_of(
+        st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2)), min_size=1, max_size=60),
+        st.builds(lambda n, size: [size] * n, st.integers(1, 60), st.integers(1, 100)),
+    ),
     ctas=st.integers(1, 40),
     seed=st.integers(0, 1 << 30),
 )
