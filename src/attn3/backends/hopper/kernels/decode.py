@@ -242,7 +242,9 @@ class DecodeKernel:
             staging = smem.allocate_tensor(Uint8, self.staging_layout(), 128)
         bars_k, bars_v = (smem.allocate_array(Int64, 2 * n) for n in (self.tile.stages, self.tile.stages_v))
         words = smem.allocate_tensor(Int32, cute.make_layout(12), 16)
-        factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16) if const_expr(self.scaled and not self.features.narrow) else None
+        factors = None
+        if const_expr(self.scaled and not self.features.narrow):
+            factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16)
         shared = Shared(sQ, sK, sV, staging, words, factors, exchange)
         rings = Rings(self.ring(bars_k, self.wide, self.tile.stages), self.ring(bars_v, self.wide_v, self.tile.stages_v))
         if warp == WG // 32:  # while another warp sets up the barriers

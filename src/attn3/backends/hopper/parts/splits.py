@@ -2,8 +2,8 @@
 
 All blocks of all items stand in one line; an item is one tile of (query row, head of a group) rows of one sequence and KV head.
 The line is cut into stretches, one for each CTA, of equal length up to one block. Where all items are equally long, they are all
-cut at the same places, or not at all, if that leaves few CTAs idle: heads whose keys lie side by side in memory are then read at the
-same time, which the memory likes.
+cut at the same places, or not at all, if that leaves few CTAs idle: heads whose keys lie side by side in memory are then read
+at the same time.
 
 A stretch holds some whole items and a part of at most two that others have parts of, too. A part goes to a scratch slot of its
 stretch, so that scratch depends on the number of CTAs alone; who finishes an item finds its parts from the item's place in the
@@ -22,8 +22,8 @@ BUSY = 14  # sixteenths of the CTAs that have to be in use where items are cut a
 
 
 class Share(NamedTuple):
-    """The line of blocks, cut: every ``unit`` blocks into ``parts`` stretches, of which the first ``more`` have ``each + 1`` blocks,
-    the other ones ``each``.
+    """The line of blocks, cut: every ``unit`` blocks into ``parts`` stretches, of which the first ``more`` have ``each + 1``
+    blocks, the other ones ``each``.
     """
 
     ctas: Any  # in use
@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 
 def share(total, ctas, even=0, minimum=min, maximum=max, least=LEAST):
-    """``total`` blocks among at most ``ctas`` CTAs, ``least`` or more for each. ``even``: the blocks of every item; 0 if they differ."""
+    """``total`` blocks among at most ``ctas`` CTAs, ``least`` or more for each; ``even``: every item's blocks, 0 if they differ."""
     used = minimum(ctas, maximum(total // least, 1))
     item = maximum(even, 1)
     items = total // item
