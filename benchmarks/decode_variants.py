@@ -1,12 +1,12 @@
 """Measures variants of the decode kernel against each other, in turns in one process, with FlashAttention-3 where it is installed.
 
     python benchmarks/decode_variants.py --out rows.jsonl
-    python benchmarks/decode_variants.py --cells "B8 ,B1 " --variants "product;static" --clean
-    python benchmarks/decode_variants.py --trace --cells "B1 "  # where a call's time goes, of the product and of "static"
+    python benchmarks/decode_variants.py --cells "B8 ,B1 " --variants "product;64 rows" --clean
+    python benchmarks/decode_variants.py --trace --cells "B1 "  # where a call's time goes, of the product and with tiles of 64 rows
     python benchmarks/decode_variants.py --list
 
-A variant is a change of the tile that ``config_decode.choose`` gives; every result is compared with float32 first. The first of
-them is the product. A row's ``case`` is the variant's name.
+A variant is a change of the tile that ``config_decode.choose`` gives, or has no narrow tiles; every result is compared with float32
+first. The first of them is the product. A row's ``case`` is the variant's name.
 """
 
 from __future__ import annotations
@@ -29,34 +29,21 @@ import timing  # noqa: E402
 
 from attn3.backends.hopper import compile, config_decode, launch_decode  # noqa: E402
 from attn3.backends.hopper.config_decode import DecodeTile  # noqa: E402
-from attn3.backends.hopper.parts.splits import Late  # noqa: E402
 
-ONE = {"ctas": 1, "registers": (40, 240)}  # CTA an SM, for 16-bit caches
-ONE_E4M3 = {"ctas": 1, "registers": (152, 240)}
-
-# what is left to the counter: "stretches x sixteenths of the segment"
+NO_NARROW = {"narrow": False}
 WIDE: dict[str, dict] = {
     "product": {},
-    "static": {"late": Late()},
-    "1x2": {"late": Late(1, 2)},
-    "1x4": {"late": Late(1, 4)},
-    "2x4": {"late": Late(2, 4)},
-    "4x4": {"late": Late(4, 4)},
-    "4x8": {"late": Late(4, 8)},
-    "static, at least 2 blocks": {"late": Late(), "least": 2},
-    "static, at least 8 blocks": {"late": Late(), "least": 8},
-    "static, evict first": {"late": Late(), "evict_first": True},
-    "2x4, evict first": {"late": Late(2, 4), "evict_first": True},
-    "static, 2 stages": {"late": Late(), "stages": 2, "stages_v": 2},
-    "static, 1 CTA of 6 stages": {"late": Late(), "stages": 6, "stages_v": 6, **ONE},
-    "2x4, 1 CTA of 6 stages": {"late": Late(2, 4), "stages": 6, "stages_v": 6, **ONE},
+    "at least 2 blocks": {"least": 2},
+    "at least 8 blocks": {"least": 8},
+    "2 stages": {"stages": 2, "stages_v": 2},
+    "1 CTA of 6 stages": {"ctas": 1, "stages": 6, "stages_v": 6, "registers": (40, 240)},
+    "64 rows": NO_NARROW,
 }
 E4M3: dict[str, dict] = {
     "product": {},
-    "static": {"late": Late()},
-    "static, K 1 V 1, 4 in 8 bits": {"late": Late(), "stages": 1, "stages_v": 1, "staged": 4},
-    "static, K 2 V 2, 2 in 8 bits": {"late": Late(), "stages": 2, "stages_v": 2, "staged": 2},
-    "static, 1 CTA, K 3 V 3, 6 in 8 bits": {"late": Late(), "stages": 3, "stages_v": 3, "staged": 6, **ONE_E4M3},
+    "4 stages": {"stages": 4, "stages_v": 4},
+    "64 rows": NO_NARROW,
+    "64 rows, K 1 V 1, 4 in 8 bits": {**NO_NARROW, "stages": 1, "stages_v": 1, "staged": 4},
 }
 SIZES = ((1, 8192), (8, 8192), (1, 131072), (32, 8192))
 CELLS = {f"B{b} S{s}": ((s,) * b, decode.BF16, WIDE) for b, s in SIZES}
@@ -66,7 +53,10 @@ CELLS |= {f"B{b} S{s} e4m3": ((s,) * b, decode.E4M3, E4M3) for b, s in ((8, 8192
 @contextlib.contextmanager
 def changed(changes: dict) -> Iterator[None]:
     """Plans and kernels that are made meanwhile are the variant's; both sides forget what they know."""
-    choose = config_decode.choose
+    choose, may_be_narrow = config_decode.choose, launch_decode.may_be_narrow
+    changes = dict(changes)
+    if not changes.pop("narrow", True):
+        launch_decode.may_be_narrow = lambda *_: False
 
     def other(features: config_decode.DecodeFeatures) -> DecodeTile:
         tile = replace(choose(features), **changes)
@@ -82,7 +72,7 @@ def changed(changes: dict) -> Iterator[None]:
     try:
         yield
     finally:
-        config_decode.choose = choose
+        config_decode.choose, launch_decode.may_be_narrow = choose, may_be_narrow
         forget()
 
 
@@ -172,7 +162,6 @@ def trace(name: str, watch: timing.CudaStopwatch, variant: str) -> None:
     for i in range(1, 7):
         show(config_decode.TRACE[i], since(i, 0) * per_tick)
     show("ends, of all", (end - begin.min()).double() / 1e3)
-    show("stretches taken", numbers[:, 10].double())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -196,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     shared, watch = table.common("cuda", args.commit), timing.CudaStopwatch(args.clean)
     if args.trace:
         for name in cells:
-            for variant in ("product", "static"):
+            for variant in ("product", "64 rows"):
                 with torch.no_grad():
                     trace(name, watch, variant)
         return

@@ -18,6 +18,7 @@ class Sass:
 
     instructions: int
     products: int  # HGMMA, in 8 bits QGMMA
+    warp_products: int  # HMMA
     groups: int  # WARPGROUP.ARRIVE: one for each committed group of products, one for each product when serialised
     local_loads: int
     local_stores: int
@@ -58,6 +59,7 @@ def read(cubin: Path) -> Sass:
     count = lambda *starts: sum(name.startswith(starts) for name in names)
     return Sass(
         instructions=len(names),
+        warp_products=count("HMMA"),
         products=count("HGMMA", "QGMMA"),
         groups=count("WARPGROUP.ARRIVE"),
         local_loads=count("LDL"),

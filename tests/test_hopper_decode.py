@@ -7,7 +7,7 @@ import random
 from bisect import bisect
 from collections import Counter
 from itertools import product
-from typing import Callable, Iterator
+from typing import Iterator
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from attn3 import AttentionError, CacheView, Keys, decode, ops, registry
 from attn3.backends.hopper import compile, config_decode, environment, launch, launch_append, launch_decode
 from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, AppendFeatures, DecodeFeatures
 from attn3.backends.hopper.parts import splits
-from attn3.backends.hopper.parts.splits import Late
 from attn3.cache import write
 from attn3.flash_attn_interface import flash_attn_with_kvcache
 from attn3.problem import Problem
@@ -30,37 +29,38 @@ from attn3.reference import reference
 # ---- sharing out
 
 
-LATES = [Late(), Late(1, 8), Late(2, 4), Late(3, 4), Late(8, 2)]
-
-
 @pytest.mark.parametrize(("total", "ctas"), list(product((0, 1, 3, 4, 5, 31, 1056, 1057, 99991), (1, 2, 7, 264))))
-@pytest.mark.parametrize("late", LATES, ids=str)
-def test_every_block_has_one_owner_and_segments_are_even(total: int, ctas: int, late: Late) -> None:
-    cut = splits.share(total, ctas, late=late)
-    stretches = cut.ctas * (1 + cut.late)
-    edges = [splits.start_of(stretch, cut, total) for stretch in range(stretches + 1)]
-    assert edges[0] == 0 and edges[-1] == total and edges == sorted(edges)
-    assert total == 0 or all(a < b for a, b in zip(edges, edges[1:], strict=False)), "an empty stretch"
-    assert stretches <= splits.most_stretches(ctas, late)
-    segments = [splits.segment_of(cta, cut, total) for cta in range(ctas + 1)]
-    lengths = [b - a for a, b in zip(segments, segments[1:], strict=False)]
-    assert all(n == 0 for n in lengths[cut.ctas :])
+def test_every_block_has_one_owner_and_stretches_are_even(total: int, ctas: int) -> None:
+    cut = splits.share(total, ctas)
+    lengths = check_cut(cut, total, ctas)
     if total >= splits.LEAST:
-        assert min(lengths[: cut.ctas]) >= splits.LEAST
-    assert max(lengths) - min(lengths[: cut.ctas]) <= 1
-    for cta in range(cut.ctas, ctas):
-        idle = splits.own(cta, cut)
-        assert splits.start_of(idle, cut, total) >= splits.start_of(idle + 1, cut, total), "a CTA that is not in use has work"
-    own = [splits.own(cta, cut) for cta in range(cut.ctas)]
-    others = [splits.handed_out(n, cut) for n in range(cut.ctas * cut.late)]
-    assert sorted(own + others) == list(range(stretches)) and others == sorted(others)
-    if cut.late:
-        sizes = {edges[stretch + 1] - edges[stretch] for stretch in others}
-        assert sizes == {cut.step} and cut.step >= splits.LATE_LEAST
-        assert 16 * cut.step * cut.late <= late.sixteenths * min(lengths[: cut.ctas])
+        assert min(lengths) >= splits.LEAST
+    assert max(lengths) - min(lengths) <= 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(items=st.integers(1, 1500), item=st.integers(1, 400), ctas=st.sampled_from([1, 8, 132, 264]), least=st.sampled_from([1, 4]))
+def test_items_of_one_length_are_cut_alike(items: int, item: int, ctas: int, least: int) -> None:
+    total = items * item
+    cut, plain = splits.share(total, ctas, item, least=least), splits.share(total, ctas, least=least)
+    lengths = check_cut(cut, total, ctas)
+    assert cut == plain or 16 * cut.ctas >= splits.BUSY * plain.ctas, "too many CTAs have nothing to do"
+    if cut != plain:
+        inside = {splits.start_of(cta, cut, total) % item for cta in range(cut.ctas)}
+        assert len(inside) * items == cut.ctas or inside == {0}, "items are cut at different places"
+        assert max(lengths) <= max(-(-item // max(ctas // items, 1)), 2 * least) or inside == {0}
+
+
+def check_cut(cut: splits.Share, total: int, ctas: int) -> list[int]:
+    """Every block is one CTA's. Returns the blocks of those that have some."""
+    edges = [splits.start_of(cta, cut, total) for cta in range(ctas + 1)]
+    assert edges[0] == 0 and edges[-1] == edges[cut.ctas] == total and edges == sorted(edges)
+    lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    assert cut.ctas <= ctas and all(lengths[: cut.ctas]) or total == 0
     for block in range(total) if total < 2000 else (0, 1, 377, 378, 379, total // 2, total - 1):
-        owner = splits.owner_of(block, cut, total)
+        owner = splits.owner_of(block, cut)
         assert edges[owner] <= block < edges[owner + 1]
+    return lengths[: cut.ctas]
 
 
 @pytest.mark.parametrize("left", [None, 0, 100])
@@ -79,110 +79,45 @@ def test_a_span_holds_just_the_blocks_that_some_row_sees(left: int | None, parts
         assert s.work == s.blocks * s.tiles * 2
 
 
-Step = Callable[[], bool]
-
-
-def run_in_any_order(threads: list[Iterator[Step]], chance: random.Random) -> None:
-    """Threads yield what they wait for; one that can go on does, whichever. None that ever could: a deadlock."""
-    waiting = [(thread, next(thread, None)) for thread in threads]
-    waiting = [(thread, ready) for thread, ready in waiting if ready is not None]
-    while waiting:
-        able = [i for i, (_, ready) in enumerate(waiting) if ready()]
-        assert able, "a deadlock"
-        i = chance.choice(able)
-        ready = next(waiting[i][0], None)
-        if ready is None:
-            waiting.pop(i)
-        else:
-            waiting[i] = waiting[i][0], ready
-
-
 class Device:
     """A launch as the kernel has it, with blocks in the place of keys: what goes through counters and scratch.
 
-    An item of 0 blocks has no keys, and one place in the line. ``lag``: blocks that the loader has asked for when it hands over the
-    oldest; 1 is TMA, which does so by itself.
+    An item of 0 blocks has no keys, and one place in the line.
     """
 
-    slots, drains = 8, True
-
-    def __init__(self, items: list[int], ctas: int, late: Late, lag: int) -> None:
-        self.keyless = {i for i, n in enumerate(items) if n == 0}
-        self.lag = lag
+    def __init__(self, items: list[int], ctas: int) -> None:
         items = [max(n, 1) for n in items]
-        self.total = sum(items)
-        self.cut = splits.share(self.total, ctas, late=late)
+        self.total, self.ctas = sum(items), ctas
+        self.cut = splits.share(self.total, ctas, items[0] if len(set(items)) == 1 else 0)
         self.items, self.begins = items, [sum(items[:i]) for i in range(len(items))]
         self.counters = Counter[int]()
-        self.tickets = 0
-        self.asked = 0
         self.scratch: dict[int, tuple[int, int, int]] = {}
         self.results: dict[int, list[tuple[int, int]]] = {}
-        self.ctas = ctas
 
-    def threads(self) -> list[Iterator[Step]]:
-        found: list[Iterator[Step]] = []
-        for cta in range(self.ctas):
-            ring: dict = {"full": Counter(), "empty": Counter(), "slots": {}, "stages": 0}
-            found += [self.loader(cta, ring), self.attending(cta, ring)]
-        return found
+    def run(self, chance: random.Random) -> None:
+        """CTAs take turns by chance, between the writing of a part and its arrival, too."""
+        ctas, done = [self.cta(cta) for cta in range(self.ctas)], object()
+        while ctas:
+            i = chance.randrange(len(ctas))
+            if next(ctas[i], done) is done:
+                ctas.pop(i)
 
-    def own(self, cta: int) -> tuple[int, int, int]:
-        number = splits.own(cta, self.cut)
-        return number, *(splits.start_of(number + i, self.cut, self.total) for i in range(2))
-
-    def loader(self, cta: int, ring: dict) -> Iterator[Step]:
-        (number, at, end), n, pending, slots = self.own(cta), 0, 0, self.slots
+    def cta(self, cta: int) -> Iterator[None]:
+        at, end = (splits.start_of(cta + i, self.cut, self.total) for i in range(2))
         while at < end:
-            blocks = sum(self.item_at(i) not in self.keyless for i in range(at, end))
-            for _ in range(blocks):
-                pending += 1
-                if pending == self.lag:
-                    yield lambda: ring["stages"] < 2
-                    ring["stages"] += 1
-                    pending -= 1
-            at = end
-            if self.cut.late:
-                while self.drains and blocks == 0 and pending:
-                    yield lambda: ring["stages"] < 2
-                    ring["stages"] += 1
-                    pending -= 1
-                yield lambda: True
-                number, self.tickets = self.tickets, self.tickets + 1
-                self.asked += 1
-                last = self.cut.ctas * self.cut.late
-                if number == last + self.cut.ctas - 1:
-                    self.tickets = 0
-                at = end = 0
-                if number < last:
-                    number = splits.handed_out(number, self.cut)
-                    at, end = (splits.start_of(number + i, self.cut, self.total) for i in range(2))
-                yield lambda n=n: ring["empty"][n % slots] >= n // slots  # the slot's phase
-                ring["slots"][n % slots] = number, at, end
-                ring["full"][n % slots] += 1
-                n += 1
-        for _ in range(pending):
-            yield lambda: ring["stages"] < 2
-            ring["stages"] += 1
-
-    def attending(self, cta: int, ring: dict) -> Iterator[Step]:
-        (number, at, end), n, slots = self.own(cta), 0, self.slots
-        while at < end:
-            item = self.item_at(at)
+            item = bisect(self.begins, at) - 1
             begin, size = self.begins[item], self.items[item]
             stop = min(begin + size, end)
-            for _ in range(at, at if item in self.keyless else stop):
-                yield lambda: ring["stages"] > 0
-                ring["stages"] -= 1
+            yield
             if at == begin and stop == begin + size:
                 self.finish(item, [(at, stop)])
             else:
-                slot = splits.slot_of(number, int(at == begin))
+                slot = splits.slot_of(cta, int(at == begin))
                 assert slot not in self.scratch, "two parts in one slot"
                 self.scratch[slot] = item, at, stop
-                yield lambda: True
-                first = splits.owner_of(begin, self.cut, self.total)
-                parts = splits.owner_of(begin + size - 1, self.cut, self.total) + 1 - first
+                yield
+                first = splits.owner_of(begin, self.cut)
+                parts = splits.owner_of(begin + size - 1, self.cut) + 1 - first
                 self.counters[first] += 1
                 if self.counters[first] == parts:
                     self.counters[first] = 0
@@ -190,14 +125,6 @@ class Device:
                     assert {of for of, *_ in found} == {item}, "a part of another item"
                     self.finish(item, [(a, b) for _, a, b in found])
             at = stop
-            if at >= end and self.cut.late:
-                yield lambda n=n: ring["full"][n % slots] > n // slots
-                number, at, end = ring["slots"][n % slots]
-                ring["empty"][n % slots] += 1
-                n += 1
-
-    def item_at(self, place: int) -> int:
-        return bisect(self.begins, place) - 1
 
     def finish(self, item: int, parts: list[tuple[int, int]]) -> None:
         assert item not in self.results, "an item was finished twice"
@@ -206,41 +133,26 @@ class Device:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    items=st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2)), min_size=1, max_size=60),
+    items=st.one_of(
+        st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2)), min_size=1, max_size=60),
+        st.builds(lambda n, size: [size] * n, st.integers(1, 60), st.integers(1, 100)),
+    ),
     ctas=st.integers(1, 40),
-    late=st.sampled_from(LATES),
-    lag=st.integers(1, config_decode.MOST_STAGES),
     seed=st.integers(0, 1 << 30),
 )
-def test_whoever_comes_first_every_item_is_finished_from_the_same_parts(
-    items: list[int], ctas: int, late: Late, lag: int, seed: int
-) -> None:
-    """Any timing: no deadlock, every block once, parts in the order of the line, counters zero afterwards."""
+def test_whoever_comes_first_every_item_is_finished_from_the_same_parts(items: list[int], ctas: int, seed: int) -> None:
+    """Any timing: every block once, parts in the order of the line, counters zero afterwards."""
     cuts = []
     for order in range(2):
-        device = Device(items, ctas, late, lag)
-        run_in_any_order(device.threads(), random.Random(seed + order))
+        device = Device(items, ctas)
+        device.run(random.Random(seed + order))
         assert not device.scratch, "a part that nobody looked for"
-        assert not any(device.counters.values()) and device.tickets == 0
-        assert device.asked == (device.cut.ctas * (1 + device.cut.late) if device.cut.late else 0)
+        assert not any(device.counters.values())
         for item, (begin, size) in enumerate(zip(device.begins, device.items, strict=True)):
             edges = [edge for part in device.results[item] for edge in part]
             assert edges[0] == begin and edges[-1] == begin + size and edges[1:-1:2] == edges[2::2]
         cuts.append(device.results)
     assert cuts[0] == cuts[1], "the parts of an item depend on who came first"
-
-
-@pytest.mark.parametrize(("slots", "drains"), [(2, True), (8, False)])
-def test_the_order_of_tickets_is_what_keeps_from_a_deadlock(slots: int, drains: bool) -> None:
-    """The emulation sees one where there are fewer slots, and where what was loaded is held back over stretches without keys."""
-    items, ctas = [16] * 4 + [0] * 600 if not drains else [700], 4
-    device = Device(items, ctas, Late(30, 8), lag=config_decode.MOST_STAGES)
-    device.slots, device.drains = slots, drains
-    with pytest.raises(AssertionError, match="a deadlock"):
-        for seed in range(20):
-            run_in_any_order(device.threads(), random.Random(seed))
-            device = Device(items, ctas, Late(30, 8), lag=config_decode.MOST_STAGES)
-            device.slots, device.drains = slots, drains
 
 
 @settings(deadline=None, max_examples=50)
@@ -252,7 +164,7 @@ def test_the_order_of_tickets_is_what_keeps_from_a_deadlock(slots: int, drains: 
 def test_work_is_even_whatever_the_lengths(lengths: list[int], kv_heads: int, ctas: int) -> None:
     total = sum(splits.span(n, 0, 1, 0, None, 0, 1, BLOCK, ROWS, 4, kv_heads).work for n in lengths)
     cut = splits.share(total, ctas)
-    most = max(splits.segment_of(cta + 1, cut, total) - splits.segment_of(cta, cut, total) for cta in range(ctas))
+    most = max(splits.start_of(cta + 1, cut, total) - splits.start_of(cta, cut, total) for cta in range(ctas))
     assert most <= max(-(-total // ctas), 2 * splits.LEAST)
 
 
@@ -273,8 +185,8 @@ def test_parts_of_a_fixed_size_do_not_depend_on_the_others(
     total, capacity = sum(s.work for s in spans), max(n for n, _ in lengths)
     assert total <= splits.most_units(len(spans), sum(r for _, r in lengths), 40, kv_heads, capacity, BLOCK, ROWS, chunk)
     cut = splits.share(total, ctas, least=1)
-    most = max(splits.segment_of(cta + 1, cut, total) - splits.segment_of(cta, cut, total) for cta in range(ctas))
-    assert most <= -(-total // ctas) and splits.segment_of(ctas, cut, total) == total
+    most = max(splits.start_of(cta + 1, cut, total) - splits.start_of(cta, cut, total) for cta in range(ctas))
+    assert most <= -(-total // ctas) and splits.start_of(ctas, cut, total) == total
 
 
 # ---- choosing
@@ -284,13 +196,17 @@ FEATURES = [
     for dim, dim_v in ((8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (256, 64))
     for box, e4m3 in ((64, False), (16, False), (0, False), (0, True))
 ]
+FEATURES += [
+    dataclasses.replace(f, narrow=True) for f in FEATURES if config_decode.may_be_narrow(f.head_dim, f.head_dim_v, f.box, f.e4m3)
+]
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_every_call_has_a_tile_that_fits(features: DecodeFeatures) -> None:
     tile = config_decode.choose(features)
     tile.check()
-    in_flight = BLOCK * (tile.head_dim + tile.head_dim_v) * (tile.staged if features.e4m3 else 2 * tile.stages) * tile.ctas
+    block = BLOCK * (tile.head_dim + tile.head_dim_v)
+    in_flight = block * (tile.staged or tile.itemsize * tile.stages) * tile.ctas
     assert in_flight >= 64 * 1024, "of an SM; what hides the memory's latency"
     assert tile.head_dim >= features.head_dim and tile.head_dim_v >= features.head_dim_v
 
@@ -301,6 +217,20 @@ def test_every_call_has_a_tile_that_fits(features: DecodeFeatures) -> None:
 def test_a_box_of_keys_lies_within_a_page(page: int | None, box: int) -> None:
     problem = build_cache(CacheCase("box", 1, (300,), page=page))
     assert launch_decode.features_of(problem).box == box
+
+
+@pytest.mark.parametrize(
+    ("query_length", "head_dim", "head_dim_v", "narrow"),
+    [(1, 64, 64, True), (8, 128, 128, True), (9, 64, 64, False), (1, 192, 64, False), (1, 64, 256, False), ((1, 1), 64, 64, False)],
+)
+def test_few_rows_are_attended_by_warps(query_length: int | tuple, head_dim: int, head_dim_v: int, narrow: bool) -> None:
+    sizes = {"page": None, "heads": 4, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    for cache_dtype in (None, "float8_e4m3fn"):
+        features = launch_decode.features_of(
+            build_cache(CacheCase("rows", query_length, (300, 7), cache_dtype=cache_dtype, **sizes))
+        )
+        assert features.narrow == narrow
+        assert features.box == (0 if cache_dtype and not narrow else BLOCK), "what is not widened on its way may come by TMA"
 
 
 @pytest.fixture
@@ -340,20 +270,18 @@ def test_scratch_does_not_depend_on_lengths_or_hints(launches: list) -> None:
         problem.max_seqlen_q = 1  # too small
         launch_decode.forward(problem)
     sizes, rows = [len(arguments[13]) for _, arguments in launches], [arguments[-2] for _, arguments in launches]
-    slots = 2 * splits.most_stretches(16, config_decode.LATE)
     assert rows == [3 * 2] * 2, "every packed row could be of one sequence"
-    assert sizes == [slots * 3 * 2 * (64 + 1)] * 2, "two slots a stretch"
+    assert sizes == [2 * 16 * 3 * 2 * (64 + 1)] * 2, "two slots a CTA"
 
 
 def test_invariant_calls_have_places_for_every_part(launches: list) -> None:
     problem = build_cache(CacheCase("invariant", 1, (9000, 17), page=64))
-    stretches = splits.most_stretches(16, config_decode.LATE)
     for changes, counters, slots in (
-        ({}, stretches, 2 * stretches), ({"batch_invariant": True}, 2 * 2 * 5, 20), ({"num_splits": 1}, 20, 20)
+        ({}, 16, 32), ({"batch_invariant": True}, 2 * 2 * 5, 20), ({"num_splits": 1}, 20, 20)
     ):  # fmt: skip
         launch_decode.forward(dataclasses.replace(problem, **changes))
         features, arguments = launches[-1]
-        assert features.invariant == bool(changes) and len(arguments[14]) == counters + 1 and arguments[-3] == slots
+        assert features.invariant == bool(changes) and len(arguments[14]) == counters and arguments[-3] == slots
         assert len(arguments[13]) == slots * 2 * (64 + 1)
 
 

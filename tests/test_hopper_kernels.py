@@ -124,6 +124,11 @@ def decode_features() -> list[DecodeFeatures]:
         replace(common, box=0, softcap=True, invariant=True, **every),
         replace(common, box=0, e4m3=True, k_descale=True, v_descale=True, softcap=True, **every),
         replace(common, box=0, head_dim=256, head_dim_v=256, dtype="float16", negative_scale=True),
+        replace(common, narrow=True, left=True, sinks=True, leftpad=True, out_float32=True),
+        replace(common, narrow=True, box=16, invariant=True, head_dim=72, head_dim_v=40, softcap=True),
+        replace(common, narrow=True, head_dim=64, lse=False, dtype="float16"),
+        replace(common, narrow=True, e4m3=True, k_descale=True, v_descale=True, softcap=True, sinks=True),
+        replace(common, narrow=True, e4m3=True, k_descale=True, box=0, left=True, leftpad=True, head_dim_v=96),
     ]
 
 
@@ -221,8 +226,11 @@ def test_machine_code_fp8(features: Fp8Features) -> None:
 def test_machine_code_decode(features: DecodeFeatures) -> None:
     code, tile = compile_and_read(features), config_decode.choose(features)
     assert code.spills == 0, f"{code.local_loads} loads and {code.local_stores} stores of spilled registers"
-    assert code.products == tile.head_dim // 16 + config_decode.BLOCK // 16, "the loop is there twice, or not at all"
-    assert code.groups == 2, "QK and PV: one group of products each"
+    if features.narrow:
+        assert code.products == 0 and code.warp_products == (tile.head_dim + tile.head_dim_v) // 8, "as below"
+    else:
+        assert code.products == tile.head_dim // 16 + config_decode.BLOCK // 16, "the loop is there twice, or not at all"
+        assert code.groups == 2, "QK and PV: one group of products each"
     assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
     assert code.instructions < 7000
 

@@ -15,6 +15,7 @@ def describe(features: DecodeFeatures) -> tuple[Any, list[Any]]:
     from cutlass.cute.runtime import make_fake_tensor
 
     from attn3.backends.hopper.kernels.decode import DecodeKernel
+    from attn3.backends.hopper.kernels.decode_narrow import NarrowKernel
     from attn3.backends.hopper.kernels.forward import DTYPES
 
     f, dtype, tile = features, DTYPES[features.dtype], config_decode.choose(features)
@@ -40,7 +41,7 @@ def describe(features: DecodeFeatures) -> tuple[Any, list[Any]]:
     lse = make_fake_tensor(Float32, lse_shape, (*(any_stride() for _ in lse_shape[:-1]), 1), assumed_align=4)
     table = make_fake_tensor(Int32, (batch, size()), (any_stride(), 1), assumed_align=4)
     scratch = make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16)
-    return DecodeKernel(f, tile), [
+    return (NarrowKernel if f.narrow else DecodeKernel)(f, tile), [
         rows(dtype, f.head_dim), cache(f.head_dim), cache(f.head_dim_v), rows(Float32 if f.out_float32 else dtype, f.head_dim_v),
         lse if f.lse else None, vector(batch), table if f.paged else None, vector(batch, given=f.rows),
         vector(batch, given=f.leftpad), vector(size(), given=f.packed), vector(heads, Float32, given=f.sinks),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cache
 
-from attn3.backends.hopper.parts.splits import LEAST, Late
+from attn3.backends.hopper.parts.splits import LEAST
 
 ROWS = 64  # (query row, head of a group) pairs of a tile
 BLOCK = 64  # keys of a block
+NARROW = 16  # rows of a tile where there are no more: products of warps, not of a warpgroup
+WARPS = 4  # that attend
 CHUNK = 32  # blocks of a part where parts do not depend on the other sequences
 SMEM_OF_SM = 228 * 1024  # of which the system takes 1 KB for each CTA
 SMEM_OF_CTA = 227 * 1024
@@ -16,11 +18,11 @@ OTHER_SMEM = 1024  # barriers and a few words
 REGISTERS = 65536
 MOST_STAGES = 6
 MOST_CTAS = 2  # that share an SM
+SMALLEST_BOX = 8  # keys that TMA fetches at a time; smaller ones come slot by slot
 TRACE = (
     "begin", "placed", "first box asked for", "first K", "own stretch done", "last block done", "end", "ns at begin", "ns at end",
-    "SM", "stretches taken",
+    "SM",
 )  # fmt: skip  # clock ticks unless said otherwise
-LATE = Late()  # nothing is left to a counter: Late(2, 4) gave wrong results on a GPU, see benchmarks/notes.md
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class DecodeFeatures:
     lse: bool = True
     out_float32: bool = False
     invariant: bool = False  # nothing in a sequence's result depends on the others
+    narrow: bool = False  # a sequence has NARROW rows for each KV head at most, and they are narrow enough: see may_be_narrow
 
     def __str__(self) -> str:
         on = [f.name for f in fields(self)[3:] if f.name != "box" and getattr(self, f.name)]
@@ -64,13 +67,16 @@ class DecodeTile:
     staged: int  # blocks of an 8-bit cache on their way; 0 for others
     registers: tuple[int, int]  # of a thread that loads, that attends
     least: int = LEAST  # blocks that are worth a CTA of their own
-    late: Late = Late()  # what is left to CTAs that are done early: parts/splits.py
-    evict_first: bool = False  # keys that are read once leave the L2 cache first: 2 to 4 % slower where it holds somebody's writes
+    narrow: bool = False  # the features'
+    itemsize: int = 2  # bytes of a number in a stage
     trace: bool = False  # for benchmarks/decode_variants.py: each CTA writes behind its scratch when it got where
 
     @property
     def smem_bytes(self) -> int:
         """Of one CTA."""
+        if self.narrow:
+            stages = self.head_dim * self.stages + self.head_dim_v * self.stages_v
+            return _exchange_bytes(self.head_dim_v) + BLOCK * self.itemsize * stages + OTHER_SMEM
         wide = 2 * self.head_dim * self.stages + 2 * self.head_dim_v * self.stages_v
         return 2 * ROWS * self.head_dim + BLOCK * (wide + (self.head_dim + self.head_dim_v) * self.staged) + OTHER_SMEM
 
@@ -84,7 +90,28 @@ class DecodeTile:
         assert self.staged or self.stages == self.stages_v, f"{self}: {self.stages_v} stages of V"
         assert self.ctas * 128 * sum(self.registers) <= REGISTERS, f"{self}: too many registers"
         accumulators = BLOCK // 2 + BLOCK // 4 + self.head_dim_v // 2  # S, P and O
+        if self.narrow:  # O, Q, and K or V
+            accumulators = self.head_dim_v // 2 + self.head_dim // 4 + max(self.head_dim, self.head_dim_v) * self.itemsize // 8
         assert accumulators + 40 <= self.registers[1], f"{self}: {accumulators} registers for the accumulators"
+
+
+def may_be_narrow(head_dim: int, head_dim_v: int, box: int, e4m3: bool) -> bool:
+    """Do a warp's O and Q fit its registers? Slot by slot, 16-bit keys leave too few to those that load or to those that attend."""
+    return head_dim <= 128 and head_dim_v <= 128 and (e4m3 or box >= SMALLEST_BOX)
+
+
+def _exchange_bytes(head_dim_v: int) -> int:
+    """Of what the attending warps have of eight rows"""
+    return WARPS * 8 * head_dim_v * 4
+
+
+def _choose_narrow(f: DecodeFeatures) -> DecodeTile:
+    itemsize, panel = (1, 128) if f.e4m3 else (2, 64)
+    width, width_v = (-(-dim // panel) * panel for dim in (f.head_dim, f.head_dim_v))
+    room = SMEM_OF_SM // 2 - 1024 - OTHER_SMEM - _exchange_bytes(width_v)
+    stages = min(MOST_STAGES, room // (BLOCK * itemsize * (width + width_v)))
+    loading = 64 if f.box == 0 else 40
+    return DecodeTile(width, width_v, 2, stages, stages, 0, (loading, 256 - loading), narrow=True, itemsize=itemsize)
 
 
 @cache
@@ -96,6 +123,10 @@ def choose(features: DecodeFeatures) -> DecodeTile:
     for; there are at least 64 KB here.
     """
     f = features
+    if f.narrow:
+        tile = _choose_narrow(f)
+        tile.check()
+        return tile
     width, width_v = (-(-dim // 64) * 64 for dim in (f.head_dim, f.head_dim_v))
     ctas = 2 if width_v <= 128 and width <= 192 else 1
     room = min(SMEM_OF_SM // ctas - 1024, SMEM_OF_CTA) - OTHER_SMEM - 2 * ROWS * width
@@ -108,7 +139,7 @@ def choose(features: DecodeFeatures) -> DecodeTile:
     slots = f.box == 0 or f.e4m3
     loading = (96 if ctas == 2 else 152) if slots else 40
     attending = 256 - loading if ctas == 2 else 240
-    tile = DecodeTile(width, width_v, ctas, stages, stages_v, staged, (loading, attending), late=LATE)
+    tile = DecodeTile(width, width_v, ctas, stages, stages_v, staged, (loading, attending))
     tile.check()
     return tile
 

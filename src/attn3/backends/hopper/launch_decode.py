@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn3.backends.hopper import compile, config_decode, environment, launch
-from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_CTAS, ROWS, DecodeFeatures
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_CTAS, NARROW, ROWS, SMALLEST_BOX, DecodeFeatures, may_be_narrow
 from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, WIDEST_V
 from attn3.backends.hopper.parts import splits as line
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from attn3.problem import Problem
 
 E4M3 = torch.float8_e4m3fn
-SMALLEST_BOX = 8  # keys that TMA fetches at a time; smaller ones come slot by slot
 _MOST_PLANS = 4096
 
 
@@ -97,12 +96,15 @@ def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
     left, right = p.window
     keys, e4m3 = p.keys, p.k.dtype == E4M3
     box = BLOCK if keys.page_table is None else math.gcd(BLOCK, p.k.shape[1])
+    width = min(p.head_dim_v, WIDEST_V) if width is None else width
+    rows = p.q.shape[1] * (p.heads // p.kv_heads)
+    narrow = not p.packed and rows <= NARROW and may_be_narrow(p.head_dim, width, box, e4m3)
     return DecodeFeatures(
         dtype=str(p.q.dtype).removeprefix("torch."),
         head_dim=p.head_dim,
-        head_dim_v=min(p.head_dim_v, WIDEST_V) if width is None else width,
+        head_dim_v=width,
         paged=keys.page_table is not None,
-        box=0 if e4m3 or box < SMALLEST_BOX else box,
+        box=0 if (e4m3 and not narrow) or box < SMALLEST_BOX else box,
         e4m3=e4m3,
         k_descale=keys.k_descale is not None,
         v_descale=keys.v_descale is not None,
@@ -117,6 +119,7 @@ def features_of(p: Problem, width: int | None = None) -> DecodeFeatures:
         lse=p.return_lse,
         out_float32=p.out_dtype == torch.float32,
         invariant=invariant(p),
+        narrow=narrow,
     )
 
 
@@ -176,10 +179,10 @@ def _plan(p: Problem) -> _Plan:
             tile = config_decode.choose(features)
             processors = environment.processors(index)
             ctas = tile.ctas * processors
-            slots = units or 2 * line.most_stretches(ctas, tile.late)
+            slots = units or 2 * ctas
             scratch = slots * rows_of_part * (tile.head_dim_v + 1) + tile.trace * ctas * len(config_decode.TRACE)
             # as many for one CTA an SM as for two, so that there is one set for all calls that share
-            counters = max(counters, 1 + (units or line.most_stretches(MOST_CTAS * processors, tile.late)))
+            counters = max(counters, units or MOST_CTAS * processors)
             parts.append(_Part(compile.kernel(features), columns, scratch, slots, ctas))
     lse_shape = p.lse_shape() if p.return_lse else None
     values = c, inner, left or 0, right or 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Iterable
 
 from attn3.backends.hopper.config import Features
-from attn3.backends.hopper.config_decode import DecodeFeatures
+from attn3.backends.hopper.config_decode import DecodeFeatures, may_be_narrow
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def jobs(head_dims: Iterable[int] = (64, 128, 256), dtypes: Iterable[str] = ("bf
     """Dense, causal and causal sliding-window kernels, for dense and packed batches; causal decoding over caches."""
     head_dims, dtypes, windows = tuple(head_dims), tuple(dtypes), ((False, False), (False, True), (True, True))
     decoding = [
-        Job(DecodeFeatures(dtype, dim, dim, paged=paged, box=box, right=True, lse=False))
+        Job(DecodeFeatures(dtype, dim, dim, paged, box, right=True, lse=False, narrow=may_be_narrow(dim, dim, box, False)))
         for dtype in dtypes
         for dim in head_dims
         for paged, box in ((False, 64), (True, 64), (True, 16))

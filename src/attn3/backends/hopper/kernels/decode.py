@@ -1,16 +1,12 @@
 """The decode kernel for sm_90a: few query rows over a KV cache, with or without pages.
 
 The rows of a tile are (query row, head of a group) pairs, so that all query heads that share a KV head read its keys once. Every
-CTA works through a stretch of all the call's key blocks, then takes short ones from a counter (parts/splits.py). What it cannot
+CTA works through its stretch of all the call's key blocks (parts/splits.py). What it cannot
 finish alone goes to float32 scratch; of the CTAs that have parts of an item, the one that comes last merges them. (A second kernel
 for that would have to wait until the last CTA of all is done, and costs a launch: two to three microseconds of the fifteen that a
 short call takes.)
 
-No CTA ever waits for another one: a part is merged by whoever finds that all others have arrived, and who finds the counter
-at its end leaves. Inside a CTA the loader waits for the attending warps when it has a stretch for them and they have not taken the
-one ``SLOTS`` before. They get there, since whatever belongs to the stretches before that one has been handed to them: TMA does so
-by itself, and of what has been loaded slot by slot at most MOST_STAGES - 1 blocks are not handed over, which belong to as many of
-the last stretches, each having a block at least (after one that has none, everything is handed over).
+No CTA ever waits for another one: a part is merged by whoever finds that all others have arrived.
 
 One warpgroup loads: by TMA where ``box`` keys lie within one page, else with cp.async, key by key, through the page table. An
 8-bit cache lands in a staging buffer, from which the same threads write K and V in float16, which holds every e4m3 number and is
@@ -28,7 +24,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from attn3.backends.hopper.config_decode import BLOCK, CHUNK, MOST_STAGES, ROWS, TRACE, DecodeFeatures, DecodeTile
+from attn3.backends.hopper.config_decode import BLOCK, CHUNK, ROWS, TRACE, DecodeFeatures, DecodeTile
 from attn3.backends.hopper.kernels.forward import DTYPES, LOG2_E, WG
 from attn3.backends.hopper.parts import line, score, softmax, splits
 from attn3.backends.hopper.parts.line import Lengths
@@ -37,8 +33,7 @@ from attn3.backends.hopper.parts.softmax import LN2, NEG_INF
 
 ROW, COL = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
 BAR = 1  # named barrier of the attending warpgroup
-EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
-DEEP = 16  # loads of a merging thread in flight
+DEEP = 32  # parts that a merging warp asks for at a time; half as many of wide rows
 PANEL = 64  # 16-bit columns that lie side by side in shared memory: a swizzled row of 128 bytes
 
 
@@ -64,10 +59,10 @@ class Out(NamedTuple):
     lse: Any  # None: not wanted
     sinks: Any
     v_descale: Any
-    partial_o: Any  # (2 * stretches, rows, head_dim_v padded) float32; invariant: (places in the line, …)
-    partial_lse: Any  # (2 * stretches, rows) float32
-    # (stretches + 1,) int32, zero before and after: parts that have arrived of the item whose first block is that stretch's
-    # (invariant: of the item that begins at that place in the line); the last one counts how often a stretch was asked for
+    partial_o: Any  # (2 * ctas, rows, head_dim_v padded) float32; invariant: (places in the line, …)
+    partial_lse: Any  # (2 * ctas, rows) float32
+    # (ctas,) int32, zero before and after: parts that have arrived of the item whose first block is in that CTA's stretch
+    # (invariant: of the item that begins at that place in the line)
     counters: Any
     trace: Any  # (ctas, TRACE) int32 or None
 
@@ -86,32 +81,23 @@ class Shared(NamedTuple):
     k: Any  # with stages
     v: Any
     staging: Any  # of an 8-bit cache
-    words: Any  # 0 … 5: a CTA's own stretch, 6: parts that had arrived, 8 …: how the line is cut
-    tickets: Any  # (words, slots): stretches from the counter
+    words: Any  # 0 … 3: the CTA's stretch, 4 … 8: how the line is cut, 9: parts that had arrived
     factors: Any  # of the scores of each row, where queries are scaled
+    exchange: Any  # of narrow tiles: see NarrowKernel
 
 
 class Rings(NamedTuple):
     k: Any
     v: Any
-    tickets_full: Any  # barriers
-    tickets_empty: Any
 
 
 class Stretch(NamedTuple):
     """A CTA's place in the line of blocks."""
 
-    total: Any
-    number: Any  # of the stretch
     at: Any
     end: Any  # at, where there is nothing
     batch: Any  # the sequence of the block at ``at``
     base: Any  # its first block
-
-
-TICKET = 5  # words of a stretch that is handed out: all but the total
-SLOTS = 8  # stretches that the loader can be ahead
-assert SLOTS >= MOST_STAGES
 
 
 class Run(NamedTuple):
@@ -141,8 +127,13 @@ class DecodeKernel:
         self.dtype = Float16 if f.e4m3 else DTYPES[f.dtype]  # of the products
         self.scaled = f.e4m3 and DTYPES[f.dtype] is BFloat16
         self.d, self.dv = tile.head_dim, tile.head_dim_v
-        self.element = Uint8 if f.e4m3 else self.dtype  # of the cache
-        self.slots = f.box == 0 or f.e4m3
+        self.widened = f.e4m3 and not f.narrow  # on the way to the attending warps
+        self.paired = f.e4m3 and f.narrow  # two numbers of the cache are handled as one of 16 bits
+        self.element = Uint8 if self.widened else self.dtype  # of the cache as it is loaded
+        halves = 2 if self.paired else 1
+        self.cached, self.cached_v = f.head_dim // halves, f.head_dim_v // halves  # columns of the cache as it is loaded
+        self.wide, self.wide_v = self.d // halves, self.dv // halves  # columns of a stage
+        self.slots = f.box == 0 or self.widened
         self.chunk, self.least = (CHUNK, 1) if f.invariant else (1, tile.least)
         # log2 of a row's largest P. The maximum is never passed, so float16 can begin near its upper end and keeps small P as well
         self.start = 15 if self.dtype is Float16 else softmax.start_of(self.dtype)
@@ -178,14 +169,16 @@ class DecodeKernel:
         stream,
     ):
         f = self.features
+        if const_expr(self.paired):
+            mK, mV = cute.recast_tensor(mK, self.dtype), cute.recast_tensor(mV, self.dtype)
         mma = lambda n, b_major, a: sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (ROWS, n), a
         )
         mma_qk = mma(BLOCK, OperandMajorMode.K, warpgroup.OperandSource.SMEM)
         mma_pv = mma(self.dv, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
         sQ_l = sm90.make_smem_layout_a(ROW, (ROWS, BLOCK, self.d), self.dtype, 1)
-        sK_l = sm90.make_smem_layout_b(ROW, (ROWS, BLOCK, self.d), self.dtype, self.tile.stages)
-        sV_l = sm90.make_smem_layout_b(COL, (ROWS, self.dv, BLOCK), self.dtype, self.tile.stages_v)
+        sK_l = sm90.make_smem_layout_b(ROW, (ROWS, BLOCK, self.wide), self.dtype, self.tile.stages)
+        sV_l = sm90.make_smem_layout_b(COL, (ROWS, self.wide_v, BLOCK), self.dtype, self.tile.stages_v)
         boxes_k, boxes_v = None, None
         if const_expr(not self.slots):
             boxes_k, boxes_v = self.boxes(mK), self.boxes(mV)
@@ -238,42 +231,42 @@ class DecodeKernel:
         self.note(to, 9, warp == 0, "smid")
         smem = cutlass.memory.SmemAllocator()
         alloc = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, swizzle=l.inner)
-        sQ, sK, sV = alloc(sQ_l), alloc(sK_l), alloc(sV_l)
-        staging = None
-        if const_expr(self.features.e4m3):
+        sQ = None
+        if const_expr(not self.features.narrow):
+            sQ = alloc(sQ_l)
+        sK, sV = alloc(sK_l), alloc(sV_l)
+        staging, exchange = None, None
+        if const_expr(self.features.narrow):
+            exchange = self.exchange(smem)
+        if const_expr(self.widened):
             staging = smem.allocate_tensor(Uint8, self.staging_layout(), 128)
         bars_k, bars_v = (smem.allocate_array(Int64, 2 * n) for n in (self.tile.stages, self.tile.stages_v))
-        tickets_full, tickets_empty = (smem.allocate_array(Int64, SLOTS) for _ in range(2))
-        words = smem.allocate_tensor(Int32, cute.make_layout(16), 16)
-        tickets = smem.allocate_tensor(Int32, cute.make_layout((8, SLOTS)), 16)
-        factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16) if const_expr(self.scaled) else None
-        shared = Shared(sQ, sK, sV, staging, words, tickets, factors)
-        rings = Rings(self.ring(bars_k, self.d, self.tile.stages), self.ring(bars_v, self.dv, self.tile.stages_v),
-                      tickets_full, tickets_empty)  # fmt: skip
+        words = smem.allocate_tensor(Int32, cute.make_layout(12), 16)
+        factors = None
+        if const_expr(self.scaled and not self.features.narrow):
+            factors = smem.allocate_tensor(Float32, cute.make_layout(ROWS), 16)
+        shared = Shared(sQ, sK, sV, staging, words, factors, exchange)
+        rings = Rings(self.ring(bars_k, self.wide, self.tile.stages), self.ring(bars_v, self.wide_v, self.tile.stages_v))
         if warp == WG // 32:  # while another warp sets up the barriers
-            line.place(lengths, bidx, ctas, words, self.chunk, self.least, self.tile.late)
+            line.place(lengths, bidx, ctas, words, self.chunk, self.least)
         elif warp == 0:
             if const_expr(not self.slots):
                 cpasync.prefetch_descriptor(boxes_k.atom)
                 cpasync.prefetch_descriptor(boxes_v.atom)
-            if cute.arch.lane_idx() == 0:
-                for i in cutlass.range_constexpr(SLOTS):
-                    cute.arch.mbarrier_init(tickets_full + i, 1)
-                    cute.arch.mbarrier_init(tickets_empty + i, 2 * WG // 32 - 1 if self.slots else WG // 32)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         self.note(to, 1, warp == 0)
-        stretch = Stretch(*(cute.arch.make_warp_uniform(words[i]) for i in range(6)))
+        own = lambda: Stretch(*(cute.arch.make_warp_uniform(words[i]) for i in range(4)))  # each role's copy, or both are spilled
 
         if wg == 0:  # ---------------------------------------------------------------------------------------- producer
             cute.arch.setmaxregister_decrease(self.tile.registers[0])
             if const_expr(self.slots):
-                self.load_slots(cache, to, lengths, stretch, shared, rings)
+                self.load_slots(cache, to, lengths, own(), shared, rings)
             elif warp == 0:
-                self.load_boxes(cache, boxes_k, boxes_v, to, lengths, stretch, shared, rings)
+                self.load_boxes(cache, boxes_k, boxes_v, to, lengths, own(), shared, rings)
         else:  # ---------------------------------------------------------------------------------------------- consumers
             cute.arch.setmaxregister_increase(self.tile.registers[1])
-            self.attend(mQ, to, lengths, stretch, scores, shared, mma_qk, mma_pv, rings)
+            self.attend(mQ, to, lengths, own(), scores, shared, mma_qk, mma_pv, rings)
             self.note(to, 6, warp == WG // 32)
             self.note(to, 8, warp == WG // 32, "globaltimer_lo")
             if const_expr(self.features.packed):
@@ -298,55 +291,10 @@ class DecodeKernel:
 
     def cut(self, words):
         """How the line is cut, as ``line.place`` found it."""
-        return splits.Share(*(words[8 + i] for i in range(5)))
+        return splits.Share(*(words[4 + i] for i in range(5)))
 
     @cute.jit
-    def hand_out(self, to: Out, lengths: Lengths, total, batch, base, shared: Shared, rings: Rings, n):
-        """One warp of the loader: the next stretch from the counter, for itself and into slot n % SLOTS for the others.
-
-        Each CTA with a stretch of its own asks until it gets a number that is none's, once. Whoever gets the highest number that
-        can be given is the last to ask, and sets the counter back.
-        """
-        cut = self.cut(shared.words)
-        number, at, end = Int32(0), Int32(0), Int32(0)
-        if cut.late > 0:
-            last = cut.ctas * cut.late
-            if cute.arch.lane_idx() == 0:
-                counter = cute.size(to.counters) - 1
-                number = cute.arch.atomic_add(to.counters.iterator + counter, Int32(1), sem="relaxed", scope="gpu")
-                if number == last + cut.ctas - 1:
-                    to.counters[counter] = 0
-            number = cute.arch.shuffle_sync(number, 0)
-            if number < last:
-                number = splits.handed_out(number, cut, cutlass.max)
-                at = splits.start_of(number, cut, total, cutlass.min)
-                end = splits.start_of(number + 1, cut, total, cutlass.min)
-                batch, base = line.locate(lengths, at, batch, base, self.chunk)
-            cute.arch.mbarrier_wait(rings.tickets_empty + n % SLOTS, (n // SLOTS % 2) ^ 1)
-            if cute.arch.lane_idx() == 0:
-                slot = shared.tickets[None, n % SLOTS]
-                slot[0], slot[1], slot[2], slot[3], slot[4] = number, at, end, batch, base
-                cute.arch.mbarrier_arrive(rings.tickets_full + n % SLOTS)
-        uniform = cute.arch.make_warp_uniform
-        return uniform(number), uniform(at), uniform(end), uniform(batch), uniform(base)
-
-    @cute.jit
-    def take(self, shared: Shared, rings: Rings, n):
-        """Any other warp: what ``hand_out`` found."""
-        got = cute.make_rmem_tensor(TICKET, Int32)
-        got.fill(0)
-        if self.cut(shared.words).late > 0:
-            cute.arch.mbarrier_wait(rings.tickets_full + n % SLOTS, n // SLOTS % 2)
-            for i in cutlass.range_constexpr(TICKET):
-                got[i] = shared.tickets[i, n % SLOTS]
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(rings.tickets_empty + n % SLOTS)
-        uniform = cute.arch.make_warp_uniform
-        return uniform(got[0]), uniform(got[1]), uniform(got[2]), uniform(got[3]), uniform(got[4])
-
-    @cute.jit
-    def run_at(self, lengths: Lengths, number, at, stretch_end, batch, base):
+    def run_at(self, lengths: Lengths, at, stretch_end, batch, base):
         """The blocks from ``at`` on that belong to one item; also the sequence that they are of, and its first block."""
         s = line.span_of(lengths, batch, self.chunk)
         while at >= base + s.work:
@@ -361,7 +309,7 @@ class DecodeKernel:
             stop, slot = n + 1, at
         else:
             stop = cutlass.min(s.units, n + stretch_end - at)
-            slot = splits.slot_of(number, Int32(1) if n == 0 else Int32(0))
+            slot = splits.slot_of(cute.arch.block_idx()[0], Int32(1) if n == 0 else Int32(0))
         begin = s.begin + n * self.chunk
         end = s.begin + cutlass.min(stop * self.chunk, s.blocks) if s.first_key < s.last_key else begin
         run = Run(batch, head, item - head * s.tiles, stop - n, begin, end, slot, (n == 0) & (stop == s.units), first,
@@ -383,17 +331,12 @@ class DecodeKernel:
         """One warp. Boxes without a key that is seen fetch a neighbour's: what their pages are is not even looked at."""
         box = const_expr(self.features.box)
         count = const_expr(BLOCK // box)
-        tKs, tVs = self.box_targets(boxes_k, shared.k, self.d), self.box_targets(boxes_v, shared.v, self.dv)
+        tKs, tVs = self.box_targets(boxes_k, shared.k, self.wide), self.box_targets(boxes_v, shared.v, self.wide_v)
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages)
-        total, number, at, end, batch, base = stretch
-        taken = Int32(0)
+        at, end, batch, base = stretch
         numbers, places = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
         while at < end:
-            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
-            # the other tiles of a KV head will read the same keys again
-            policy = Int64(EVICT_NORMAL)
-            if const_expr(self.tile.evict_first):
-                policy = Int64(EVICT_FIRST) if run.query_length * lengths.group <= ROWS else Int64(EVICT_NORMAL)
+            run, batch, base = self.run_at(lengths, at, end, batch, base)
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 for i in cutlass.range_constexpr(count):
                     key = cutlass.max(cutlass.min(n * BLOCK + i * box, run.last_key - 1), run.first_key)
@@ -402,16 +345,10 @@ class DecodeKernel:
                 for boxes, targets, ring in ((boxes_k, tKs, rings.k), (boxes_v, tVs, rings.v)):
                     ring.producer_acquire(st)
                     for i in cutlass.range_constexpr(count):
-                        self.fetch(
-                            boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st), policy
-                        )
+                        self.fetch(boxes, targets, run.head, numbers[i], places[i], i, st.index, ring.producer_get_barrier(st))
                 self.note(to, 2, st.count == 0)
                 st.advance()
             at = at + run.units
-            if const_expr(self.tile.late.stretches > 0):
-                if at >= end:
-                    number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
-                    taken = taken + 1
 
     @cute.jit
     def box_targets(self, boxes, sX, width: cutlass.Constexpr):
@@ -422,21 +359,21 @@ class DecodeKernel:
         return cute.make_tensor(sX.iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
-    def fetch(self, boxes, targets, head, number, place, i: cutlass.Constexpr, stage, bar, policy):
+    def fetch(self, boxes, targets, head, number, place, i: cutlass.Constexpr, stage, bar):
         tile = (self.features.box, PANEL)
         source = cute.local_tile(boxes.tensor[None, None, head, number], tile, (place, None))  # (box, PANEL, panel)
         tXs, tXg = cpasync.tma_partition(boxes.atom, 0, cute.make_layout(1), targets, cute.group_modes(source, 0, 2))
         for panel in cutlass.range_constexpr(cute.size(targets, mode=[1])):
-            cute.copy(boxes.atom, tXg[None, panel], tXs[None, panel, i, stage], tma_bar_ptr=bar, cache_policy=policy)
+            cute.copy(boxes.atom, tXg[None, panel], tXs[None, panel, i, stage], tma_bar_ptr=bar)
 
     def staging_layout(self):
         """(16 bytes, thread, which of its pieces, block): a thread reads what it has loaded itself, so that nobody waits."""
-        pieces = self.pieces(self.features.head_dim) + self.pieces(self.features.head_dim_v)
+        pieces = self.pieces(self.cached) + self.pieces(self.cached_v)
         return cute.make_layout((16, WG, pieces, self.tile.staged))
 
     def pieces(self, dim: int) -> int:
         """Loads of 16 bytes that a thread makes of a block of K or V: a warp has 16 keys."""
-        return 2 * -(-dim // PANEL) if self.features.e4m3 else -(-16 * (dim // 8) // 32)
+        return 2 * -(-dim // PANEL) if self.widened else -(-16 * (dim // 8) // 32)
 
     def piece(self, lane, i: int, dim: int):
         """(key of the warp's 16, chunk of 16 bytes, whether it exists: None if always) of a thread's i-th piece.
@@ -444,7 +381,7 @@ class DecodeKernel:
         Of an 8-bit cache, eight neighbouring threads have four chunks of two keys: widened, they lie in one panel, and by its
         swizzle the even chunks of an even key and of the next one have all banks between them.
         """
-        if self.features.e4m3:
+        if self.widened:
             flat = lane + 32 * (i % 2)
             chunk, chunks = flat % 4 + 4 * (i // 2), dim // 16
             return flat // 4, chunk, None if chunks >= 4 * (i // 2 + 1) else chunk < chunks
@@ -455,34 +392,32 @@ class DecodeKernel:
     @cute.jit
     def load_slots(self, cache: Cache, to: Out, lengths: Lengths, stretch: Stretch, shared: Shared, rings: Rings):
         """128 threads: 16 bytes at a time, wherever a key lies. Keys that nobody sees repeat one that is seen: no NaN comes in."""
-        f = self.features
         tid = cute.arch.thread_idx()[0] % WG
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
-        ahead = const_expr(self.tile.staged if f.e4m3 else self.tile.stages)
+        ahead = const_expr(self.tile.staged if self.widened else self.tile.stages)
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ahead)
         done = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ahead)
         filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages)
         filled_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages_v)
-        tK, tV, staging = self.by_chunk(shared.k, self.d), self.by_chunk(shared.v, self.dv), shared.staging
-        if const_expr(f.head_dim < self.d):  # columns that nobody writes: Q is 0 there, but 0 * NaN is not
-            self.clear_columns(tK, f.head_dim // 8, self.d // 8, tid)
-        total, number, at, end, batch, base = stretch
-        pending, loaded, taken = Int32(0), Int32(0), Int32(0)  # blocks not handed over; blocks of this stretch; stretches
+        tK, tV, staging = self.by_chunk(shared.k, self.wide), self.by_chunk(shared.v, self.wide_v), shared.staging
+        if const_expr(self.cached < self.wide):  # columns that nobody writes: Q is 0 there, but 0 * NaN is not
+            self.clear_columns(tK, self.cached // 8, self.wide // 8, tid)
+        at, end, batch, base = stretch
+        pending = Int32(0)  # blocks not handed over
         while at < end:
-            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
+            run, batch, base = self.run_at(lengths, at, end, batch, base)
             for n in cutlass.range(run.begin, run.end, unroll=1):
                 key = n * BLOCK + 16 * warp + lane % 16
                 page, place = self.slot_of(cache, run, cutlass.max(cutlass.min(key, run.last_key - 1), run.first_key))
-                if const_expr(not f.e4m3):
+                if const_expr(not self.widened):
                     rings.k.producer_acquire(st)
                     rings.v.producer_acquire(st)
-                behind_k = const_expr(self.pieces(f.head_dim))
-                self.copy_slots(cache.k, f.head_dim, page, place, run.head, tK, staging, 0, st.index, warp, lane, tid)
-                self.copy_slots(cache.v, f.head_dim_v, page, place, run.head, tV, staging, behind_k, st.index, warp, lane, tid)
+                behind_k = const_expr(self.pieces(self.cached))
+                self.copy_slots(cache.k, self.cached, page, place, run.head, tK, staging, 0, st.index, warp, lane, tid)
+                self.copy_slots(cache.v, self.cached_v, page, place, run.head, tV, staging, behind_k, st.index, warp, lane, tid)
                 cute.arch.cp_async_commit_group()
                 st.advance()
                 pending = pending + 1
-                loaded = loaded + 1
                 if pending == ahead:
                     cute.arch.cp_async_wait_group(ahead - 1)
                     self.hand_over(tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
@@ -491,31 +426,12 @@ class DecodeKernel:
                     filled.advance()
                     filled_v.advance()
             at = at + run.units
-            if const_expr(self.tile.late.stretches > 0):
-                if at >= end:
-                    if loaded == 0:
-                        done, filled, filled_v = self.drain(
-                            pending, tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid
-                        )
-                        pending = Int32(0)
-                    loaded = Int32(0)
-                    if warp == 0:
-                        number, at, end, batch, base = self.hand_out(to, lengths, total, batch, base, shared, rings, taken)
-                    else:
-                        number, at, end, batch, base = self.take(shared, rings, taken)
-                    taken = taken + 1
-        self.drain(pending, tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
-
-    @cute.jit
-    def drain(self, pending, tK, tV, staging, rings: Rings, done, filled, filled_v, warp, lane, tid):
-        """Everything that has been loaded is handed over."""
         cute.arch.cp_async_wait_group(0)
         for _n in cutlass.range(0, pending, unroll=1):
             self.hand_over(tK, tV, staging, rings, done, filled, filled_v, warp, lane, tid)
             done.advance()
             filled.advance()
             filled_v.advance()
-        return done, filled, filled_v
 
     @cute.jit
     def by_chunk(self, sX, width: cutlass.Constexpr):
@@ -537,8 +453,7 @@ class DecodeKernel:
         self, mX, dim: cutlass.Constexpr, number, place, head, tX, staging, first_piece: cutlass.Constexpr, stage, warp, lane, tid
     ):
         """cp.async of a block of K or V; lane i of a warp (and i + 16) knows where its key i lies"""
-        e4m3 = const_expr(self.features.e4m3)
-        width = const_expr(16 if e4m3 else 8)  # numbers in 16 bytes
+        width = const_expr(16 if self.widened else 8)  # numbers in 16 bytes
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), self.element, num_bits_per_copy=128)
         for i in cutlass.range_constexpr(self.pieces(dim)):
             row, chunk, exists = self.piece(lane, i, dim)
@@ -554,21 +469,20 @@ class DecodeKernel:
     ):
         start = (mX.iterator + cute.crd2idx((page, slot, head, chunk * width), mX.layout)).align(16)
         source = cute.make_tensor(start, cute.make_layout(width))
-        target = staging[None, tid, piece, stage] if const_expr(self.features.e4m3) else tX[row, chunk, None, stage]
+        target = staging[None, tid, piece, stage] if const_expr(self.widened) else tX[row, chunk, None, stage]
         cute.copy(atom, source, target)
 
     @cute.jit
     def hand_over(self, tK, tV, staging, rings: Rings, done, filled, filled_v, warp, lane, tid):
         """The oldest block on its way has arrived: to the attending warpgroup with it."""
-        f = self.features
-        if const_expr(f.e4m3):
+        if const_expr(self.widened):
             rings.k.producer_acquire(filled)
-            self.widen(tK, f.head_dim, staging, 0, done.index, filled.index, warp, lane, tid)
+            self.widen(tK, self.cached, staging, 0, done.index, filled.index, warp, lane, tid)
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what these threads wrote
         rings.k.producer_commit(filled)
-        if const_expr(f.e4m3):
+        if const_expr(self.widened):
             rings.v.producer_acquire(filled_v)
-            self.widen(tV, f.head_dim_v, staging, self.pieces(f.head_dim), done.index, filled_v.index, warp, lane, tid)
+            self.widen(tV, self.cached_v, staging, self.pieces(self.cached), done.index, filled_v.index, warp, lane, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
         rings.v.producer_commit(filled_v)
 
@@ -601,7 +515,7 @@ class DecodeKernel:
         rQ = mma_qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, 0]
         rK = mma_qk.make_fragment_B(qk.partition_B(shared.k))
         rV = mma_pv.make_fragment_B(pv.partition_B(shared.v))
-        tV = self.by_chunk(shared.v, self.dv)
+        tV = self.by_chunk(shared.v, self.wide_v)
         O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.dv)), Float32)
         P = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, BLOCK)), self.dtype)
         rP = as_a_operand(P)
@@ -613,24 +527,12 @@ class DecodeKernel:
         st = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages)
         sv = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_v)
         group = lengths.group
-        total, number, at, end, batch, base = stretch
-        taken = Int32(0)
+        at, end, batch, base = stretch
         while at < end:
-            run, batch, base = self.run_at(lengths, number, at, end, batch, base)
+            run, batch, base = self.run_at(lengths, at, end, batch, base)
             rows_here = cutlass.min(run.query_length * group - run.tile * ROWS, ROWS)
             self.load_q(mQ, shared, run, rows_here, group, tid)
-            all_begin, all_end = run.first_key, run.last_key  # keys that every row sees
-            for r in cutlass.range_constexpr(2):
-                row = (run.tile * ROWS + row0 + 8 * r) // group + run.used - run.query_length
-                bounds[r, 0], bounds[r, 1] = run.first_key, run.last_key
-                if const_expr(f.left):
-                    bounds[r, 0] = cutlass.max(run.first_key, row - lengths.left)
-                if const_expr(f.right):
-                    bounds[r, 1] = cutlass.min(run.last_key, row + scores.right + 1)
-            if const_expr(f.left):
-                all_begin = cutlass.max(all_begin, run.used - 1 - lengths.left)
-            if const_expr(f.right):
-                all_end = cutlass.min(all_end, run.used - run.query_length + scores.right + 1)
+            all_begin, all_end = self.bounds_of(run, lengths, scores, row0, bounds)
             factors = [Float32(1.0), Float32(1.0)]
             if const_expr(self.scaled):
                 factors = [shared.factors[row0], shared.factors[row0 + 8]]
@@ -646,21 +548,7 @@ class DecodeKernel:
                 issue(mma_qk, S, rQ, rK[None, None, None, st.index], True)
                 warpgroup.wait_group(0)
                 rings.k.consumer_release(st)
-                S_mn = rows_view(S)
-                if const_expr(f.k_descale or self.scaled):
-                    for r in cutlass.range_constexpr(2):
-                        S_mn[r, None].store(S_mn[r, None].load() * factors[r])
-                if const_expr(f.softcap):
-                    score.softcap(S_mn, scores.inner)
-                elif const_expr(f.negative_scale):
-                    score.negate(S_mn)
-                if (n * BLOCK < all_begin) | ((n + 1) * BLOCK > all_end):
-                    for r in cutlass.range_constexpr(2):
-                        first, last = bounds[r, 0] - n * BLOCK - column, bounds[r, 1] - n * BLOCK - column
-                        for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
-                            key = j // 2 * 8 + j % 2
-                            S_mn[r, j] = S_mn[r, j] if (key >= first) & (key < last) else Float32(NEG_INF)
-                softmax.online(S_mn, scores.c, state, self.start)
+                self.weigh_scores(rows_view(S), n, scores, factors, bounds, all_begin, all_end, column, state)
                 for r in cutlass.range_constexpr(2):
                     O_mn[r, None].store(O_mn[r, None].load() * state.scale[r])
                 pack(S, P)
@@ -672,7 +560,7 @@ class DecodeKernel:
                 rings.v.consumer_release(sv)
                 st.advance()
                 sv.advance()
-            self.note(to, 4, (tid < 32) & (taken == 0) & (at + run.units >= end))
+            self.note(to, 4, (tid < 32) & (at + run.units >= end))
             self.note(to, 5, tid < 32)
             softmax.freeze(state, scores.c, self.start)
             for r in cutlass.range_constexpr(2):
@@ -698,15 +586,45 @@ class DecodeKernel:
                     else:
                         self.store_part(O_mn, r, to, lse, run.slot, row, tid)
             if not run.whole:
-                self.arrive(to, lengths, total, run, rows_here, shared.words, tid)
+                self.arrive(to, lengths, run, rows_here, shared.words, tid)
             at = at + run.units
-            if const_expr(self.tile.late.stretches > 0):
-                if at >= end:
-                    number, at, end, batch, base = self.take(shared, rings, taken)
-                    taken = taken + 1
-        if const_expr(to.trace is not None):
-            if tid == 0:
-                to.trace[cute.arch.block_idx()[0], 10] = taken
+
+    @cute.jit
+    def bounds_of(self, run: Run, lengths: Lengths, scores: Scores, row0, bounds):
+        """bounds <- (begin, end) of the keys that this thread's rows, row0 and row0 + 8, see; returns those that every row sees."""
+        f = self.features
+        all_begin, all_end = run.first_key, run.last_key
+        for r in cutlass.range_constexpr(2):
+            row = (run.tile * ROWS + row0 + 8 * r) // lengths.group + run.used - run.query_length
+            bounds[r, 0], bounds[r, 1] = run.first_key, run.last_key
+            if const_expr(f.left):
+                bounds[r, 0] = cutlass.max(run.first_key, row - lengths.left)
+            if const_expr(f.right):
+                bounds[r, 1] = cutlass.min(run.last_key, row + scores.right + 1)
+        if const_expr(f.left):
+            all_begin = cutlass.max(all_begin, run.used - 1 - lengths.left)
+        if const_expr(f.right):
+            all_end = cutlass.min(all_end, run.used - run.query_length + scores.right + 1)
+        return all_begin, all_end
+
+    @cute.jit
+    def weigh_scores(self, S_mn, n, scores: Scores, factors, bounds, all_begin, all_end, column, state):
+        """Block n's products of queries and keys -> P before rounding; ``column``: this thread's first one"""
+        f = self.features
+        if const_expr(f.k_descale or self.scaled):
+            for r in cutlass.range_constexpr(2):
+                S_mn[r, None].store(S_mn[r, None].load() * factors[r])
+        if const_expr(f.softcap):
+            score.softcap(S_mn, scores.inner)
+        elif const_expr(f.negative_scale):
+            score.negate(S_mn)
+        if (n * BLOCK < all_begin) | ((n + 1) * BLOCK > all_end):
+            for r in cutlass.range_constexpr(2):
+                first, last = bounds[r, 0] - n * BLOCK - column, bounds[r, 1] - n * BLOCK - column
+                for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
+                    key = j // 2 * 8 + j % 2
+                    S_mn[r, j] = S_mn[r, j] if (key >= first) & (key < last) else Float32(NEG_INF)
+        softmax.online(S_mn, scores.c, state, self.start)
 
     @cute.jit
     def load_q(self, mQ, shared: Shared, run: Run, rows_here, group, tid):
@@ -791,20 +709,20 @@ class DecodeKernel:
             to.partial_lse[slot, row] = lse
 
     @cute.jit
-    def arrive(self, to: Out, lengths: Lengths, total, run: Run, rows_here, words, tid):
+    def arrive(self, to: Out, lengths: Lengths, run: Run, rows_here, words, tid):
         """A part of an item is written. Whoever comes last merges all of them."""
         first, parts = run.line, run.line_end - run.line
         if const_expr(not self.features.invariant):
             cut = self.cut(words)
-            first = splits.owner_of(run.line, cut, total, cutlass.min, cutlass.max)
-            parts = splits.owner_of(run.line_end - 1, cut, total, cutlass.min, cutlass.max) + 1 - first
+            first = splits.owner_of(run.line, cut, cutlass.min, cutlass.max)
+            parts = splits.owner_of(run.line_end - 1, cut, cutlass.min, cutlass.max) + 1 - first
         # all stores of the warpgroup come before the arrival, and all arrivals before the last one's loads: the barriers extend
         # what one thread releases and acquires to the other ones
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
         if tid == 0:
-            words[6] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")
+            words[9] = cute.arch.atomic_add(to.counters.iterator + first, Int32(1), sem="acq_rel", scope="gpu")
         cute.arch.barrier(barrier_id=BAR, number_of_threads=WG)
-        if words[6] == parts - 1:
+        if words[9] == parts - 1:
             if tid == 0:
                 to.counters[first] = 0
             for row in cutlass.range(tid // 32, rows_here, WG // 32, unroll=1):
@@ -817,44 +735,54 @@ class DecodeKernel:
         lane = cute.arch.lane_idx()
         query = (run.tile * ROWS + row) // lengths.group
         head = run.head * lengths.group + run.tile * ROWS + row - query * lengths.group
-        slot = lambda part: first + part if f.invariant else splits.slot_of(first + part, Int32(1) if part == 0 else Int32(0))
+        # of the first part: its slot begins the item; of the other ones in steps of two slots, or, invariant, of one
+        step, begins = const_expr((1, 0) if f.invariant else (2, 1))
+        head_of_parts = Int64(step * first) * to.partial_o.stride[0] + row * self.dv
+        partial_o = cute.make_tensor(to.partial_o.iterator + cute.assume(head_of_parts, divby=self.dv), cute.make_layout(
+            (2 * parts, self.dv), stride=(cute.assume(Int32(to.partial_o.stride[0]), divby=self.dv), 1)))  # fmt: skip
         weigh = lambda lse, top: cute.math.exp2((lse - top) * LOG2_E, fastmath=True)
-        panels = const_expr(self.dv // 64)  # this lane's columns: 2 lane + 64 i and the next one
-        acc, some = cute.make_rmem_tensor((2, panels), Float32), cute.make_rmem_tensor((2, panels, DEEP), Float32)
+        width = const_expr(4 if self.dv % 128 == 0 else 2)  # this lane's columns: width (lane + 32 i) and the next ones
+        panels = const_expr(self.dv // (32 * width))
+        deep = const_expr(DEEP if self.dv <= 128 and self.tile.registers[1] >= 208 else DEEP // 2)
+        acc, some = cute.make_rmem_tensor((width, panels), Float32), cute.make_rmem_tensor((width, panels, deep), Float32)
         acc.fill(0.0)
         top, anchor, total = Float32(NEG_INF), Float32(0.0), Float32(0.0)  # total: this lane's parts
         if const_expr(f.sinks):
             top = to.sinks[head]
             anchor = Float32(0.0) if top == NEG_INF else top
-        for begin in cutlass.range(0, parts, DEEP, unroll=1):
+        for begin in cutlass.range(0, parts, deep, unroll=1):
             mine = Float32(NEG_INF)
-            if (lane < DEEP) & (begin + lane < parts):
-                mine = to.partial_lse[slot(begin + lane), row]
-            for j in cutlass.range_constexpr(DEEP):  # on their way together with lse
-                source = to.partial_o[slot(cutlass.min(begin + j, parts - 1)), row, None]
+            if (lane < deep) & (begin + lane < parts):
+                mine = to.partial_lse[step * (first + begin + lane) + (begins if begin + lane == 0 else 0), row]
+            for j in cutlass.range_constexpr(deep):  # on their way together with lse
+                place = step * cutlass.min(begin + j, parts - 1)
+                if const_expr(j == 0):
+                    place = place + (begins if begin == 0 else 0)
+                source = partial_o[place, None]
                 for i in cutlass.range_constexpr(panels):
-                    cute.autovec_copy(cute.local_tile(source, (2,), (lane + 32 * i,)), some[None, i, j])
+                    cute.autovec_copy(cute.local_tile(source, (width,), (lane + 32 * i,)), some[None, i, j])
             before = top
             top = cute.arch.fmax(top, cute.arch.warp_reduction_max(mine))
             anchor = Float32(0.0) if top == NEG_INF else top
             scale, mine = weigh(before, anchor), weigh(mine, anchor)
             total = total * scale + mine
             acc.store(acc.load() * scale)
-            for j in cutlass.range_constexpr(DEEP):
+            for j in cutlass.range_constexpr(deep):
                 weight = cute.arch.shuffle_sync(mine, j)
                 for i in cutlass.range_constexpr(panels):
-                    acc[0, i] = acc[0, i] + weight * some[0, i, j]
-                    acc[1, i] = acc[1, i] + weight * some[1, i, j]
+                    for k in cutlass.range_constexpr(width):
+                        acc[k, i] = acc[k, i] + weight * some[k, i, j]
         total = cute.arch.warp_reduction_sum(total)
         if const_expr(f.sinks):
             total = total + weigh(to.sinks[head], anchor)
         inverse = Float32(0.0) if total == 0.0 else 1.0 / total
         element = to.out.element_type
-        dst, pair = self.row_of(to.out, run, query, head), cute.make_rmem_tensor(2, element)
+        dst, piece = self.row_of(to.out, run, query, head), cute.make_rmem_tensor(width, element)
         for i in cutlass.range_constexpr(panels):
-            pair[0], pair[1] = (acc[0, i] * inverse).to(element), (acc[1, i] * inverse).to(element)
-            if 2 * lane + 64 * i < f.head_dim_v:
-                cute.autovec_copy(pair, cute.local_tile(dst, (2,), (lane + 32 * i,)))
+            for k in cutlass.range_constexpr(width):
+                piece[k] = (acc[k, i] * inverse).to(element)
+            if width * (lane + 32 * i) < f.head_dim_v:
+                cute.autovec_copy(piece, cute.local_tile(dst, (width,), (lane + 32 * i,)))
         if lane == 0:
             lse = Float32(NEG_INF) if total == 0.0 else anchor + cute.math.log2(total, fastmath=True) * LN2
             self.store_lse(to, lse, run, query, head)

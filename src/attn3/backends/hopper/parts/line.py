@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from attn3.backends.hopper.config_decode import BLOCK, ROWS
 from attn3.backends.hopper.parts import splits
@@ -46,23 +46,24 @@ def span_of(lengths: Lengths, b, chunk: cutlass.Constexpr):
 
 
 @cute.jit
-def place(lengths: Lengths, cta, ctas, out, chunk: cutlass.Constexpr, least: cutlass.Constexpr, late: cutlass.Constexpr):
-    """One warp: out <- (blocks of all, a CTA's own stretch, its first block and end, the sequence that begins in, its first block);
-    from 8 on how the line is cut.
+def place(lengths: Lengths, cta, ctas, out, chunk: cutlass.Constexpr, least: cutlass.Constexpr):
+    """One warp: out <- (a CTA's first block and end, the sequence that the first one is of, that one's first block); from 4 on how
+    the line is cut.
     """
     lane = cute.arch.lane_idx()
-    mine = Int32(0)
+    mine, even, alike = Int32(0), span_of(lengths, Int32(0), chunk).units, Boolean(True)
     for some in cutlass.range(lane, (lengths.count + 31) // 32 * 32, 32, unroll=4):  # loads of several rounds on their way at once
-        mine = mine + span_of(lengths, some, chunk).work
+        s = span_of(lengths, some, chunk)
+        mine = mine + s.work
+        alike = alike & ((s.units == even) | (s.work == 0))
     total = cute.arch.warp_reduction_sum(mine)
-    cut = splits.share(total, ctas, cutlass.min, cutlass.max, least, late)
-    stretch = splits.own(cta, cut)
-    start = splits.start_of(stretch, cut, total, cutlass.min)
+    even = even if cute.arch.vote_all_sync(alike) else Int32(0)
+    cut = splits.share(total, ctas, even, cutlass.min, cutlass.max, least)
+    start = splits.start_of(cta, cut, total, cutlass.min)
     batch, base = locate(lengths, start, Int32(0), Int32(0), chunk)
     if lane == 0:
-        out[0], out[1], out[2], out[4], out[5] = total, stretch, start, batch, base
-        out[3] = splits.start_of(stretch + 1, cut, total, cutlass.min)
-        out[8], out[9], out[10], out[11], out[12] = cut
+        out[0], out[1], out[2], out[3] = start, splits.start_of(cta + 1, cut, total, cutlass.min), batch, base
+        out[4], out[5], out[6], out[7], out[8] = cut
 
 
 @cute.jit

@@ -1,13 +1,12 @@
 """How a decode call's blocks of keys are shared out among CTAs, evenly whatever the sequences' lengths are.
 
 All blocks of all items stand in one line; an item is one tile of (query row, head of a group) rows of one sequence and KV head.
-The line is cut into segments, one for each CTA, of equal length up to one block. A segment is one stretch, or, where it is long
-enough, its last part is cut into a few short stretches that CTAs take in turn from a counter when they are done with their own:
-SMs do not get equal bandwidth, and the slowest would decide. Where the line is cut depends on its length alone, never on who comes
-when.
+The line is cut into stretches, one for each CTA, of equal length up to one block. Where all items are equally long, they are all
+cut at the same places, or not at all, if that leaves few CTAs idle: heads whose keys lie side by side in memory are then read
+at the same time.
 
 A stretch holds some whole items and a part of at most two that others have parts of, too. A part goes to a scratch slot of its
-stretch, so that scratch depends on the number of stretches alone; who finishes an item finds its parts from the item's place in the
+stretch, so that scratch depends on the number of CTAs alone; who finishes an item finds its parts from the item's place in the
 line and adds them up in the order of the line, so that results repeat bitwise.
 
 With a ``chunk``, an item is cut after every so many blocks of its own instead, and each of these parts has a place in the line and
@@ -18,72 +17,51 @@ Plain arithmetic, for Python ints as well as for device integers.
 
 from typing import Any, NamedTuple
 
-LEAST = 4  # blocks of a segment: shorter ones cost more to merge than they save
-LATE_LEAST = 2  # blocks of a stretch from the counter; where they would be shorter, nothing is left to it
-
-
-class Late(NamedTuple):
-    """What of a segment is left to the counter; zeros for nothing. Each stretch more is a part more to merge."""
-
-    stretches: int = 0
-    sixteenths: int = 0  # of the segment, 8 at most, in all of them together
+LEAST = 4  # blocks of a stretch: shorter ones cost more to merge than they save
+BUSY = 14  # sixteenths of the CTAs that have to be in use where items are cut alike
 
 
 class Share(NamedTuple):
-    """The line of blocks, cut: the first ``more`` segments have ``each + 1`` blocks, the other ones ``each``."""
+    """The line of blocks, cut: every ``unit`` blocks into ``parts`` stretches, of which the first ``more`` have ``each + 1``
+    blocks, the other ones ``each``.
+    """
 
     ctas: Any  # in use
+    unit: Any
+    parts: Any
     each: Any
     more: Any
-    late: Any  # stretches of a segment that the counter hands out; its first one is its CTA's own
-    step: Any  # their blocks
 
 
-def share(total, ctas, minimum=min, maximum=max, least=LEAST, late=Late()):  # noqa: B008
-    """``total`` blocks among at most ``ctas`` CTAs, ``least`` or more for each."""
+def share(total, ctas, even=0, minimum=min, maximum=max, least=LEAST):
+    """``total`` blocks among at most ``ctas`` CTAs, ``least`` or more for each; ``even``: every item's blocks, 0 if they differ."""
     used = minimum(ctas, maximum(total // least, 1))
-    each = total // used
-    count, step = 0, 1
-    if late.stretches:
-        step = each * late.sixteenths // (16 * late.stretches)
-        count = minimum(step // min(least, LATE_LEAST), 1) * late.stretches
-        step = maximum(step, 1)
-    return Share(used, each, total - each * used, count, step)
+    item = maximum(even, 1)
+    items = total // item
+    parts = maximum(minimum(ctas // maximum(items, 1), item // least), 1)  # of an item
+    several = maximum((items + ctas - 1) // ctas, 1)  # whole items for each CTA, where there are more of them
+    aligned_used = (items + several - 1) // several * parts
+    aligned = minimum(even, 1) * minimum(maximum(aligned_used * 16 - used * BUSY + 1, 0), 1)  # 1 or 0
+    unit = aligned * item * several + (1 - aligned) * maximum(total, 1)
+    parts = aligned * parts + (1 - aligned) * used
+    each = unit // parts
+    return Share(aligned * aligned_used + (1 - aligned) * used, unit, parts, each, unit - each * parts)
 
 
-def most_stretches(ctas: int, late: Late) -> int:
-    return ctas * (1 + late.stretches)
+def start_of(cta, cut: Share, total, minimum=min):
+    """The first block of a CTA's stretch; that of the next one is its end. CTAs behind the last one in use get none."""
+    unit = cta // cut.parts
+    part = cta - unit * cut.parts
+    return minimum(unit * cut.unit + part * cut.each + minimum(part, cut.more), total)
 
 
-def segment_of(cta, cut: Share, total, minimum=min):
-    """The first block of a CTA's segment; that of the next one is its end. CTAs behind the last one in use get none."""
-    return minimum(cta * cut.each + minimum(cta, cut.more), total)
-
-
-def start_of(stretch, cut: Share, total, minimum=min):
-    """The first block of a stretch, which are counted in the order of the line; that of the next one is its end."""
-    cta = stretch // (1 + cut.late)
-    begin, end = segment_of(cta, cut, total, minimum), segment_of(cta + 1, cut, total, minimum)
-    late = stretch - cta * (1 + cut.late)  # 0: the CTA's own
-    return begin + minimum(late, 1) * (end - begin - (cut.late - late + 1) * cut.step)
-
-
-def own(cta, cut: Share):
-    """The stretch that a CTA begins with."""
-    return cta * (1 + cut.late)
-
-
-def handed_out(n, cut: Share, maximum=max):
-    """The n-th stretch, from 0, that the counter hands out: in the order of the line, so that a CTA never has to go back."""
-    return n + n // maximum(cut.late, 1) + 1
-
-
-def owner_of(block, cut: Share, total, minimum=min, maximum=max):
-    """Which stretch a block lies in."""
+def owner_of(block, cut: Share, minimum=min, maximum=max):
+    """The CTA whose stretch a block lies in."""
+    unit = block // cut.unit
+    block = block - unit * cut.unit
     wide = cut.more * (cut.each + 1)
-    cta = minimum(block // (cut.each + 1), cut.more) + maximum(block - wide, 0) // maximum(cut.each, 1)
-    late = segment_of(cta + 1, cut, total, minimum) - cut.late * cut.step
-    return cta * (1 + cut.late) + maximum(block - late + cut.step, 0) // cut.step * minimum(cut.late, 1)
+    part = minimum(block // (cut.each + 1), cut.more) + maximum(block - wide, 0) // maximum(cut.each, 1)
+    return unit * cut.parts + part
 
 
 def slot_of(stretch, begins):
