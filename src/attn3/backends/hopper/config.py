@@ -57,11 +57,17 @@ class Tile:
     stages_v: int
     q_in_registers: bool
     stage_out: bool  # O leaves through a shared buffer and TMA, instead of straight from registers
+    streams: int = 1  # tiles at work in a CTA at a time; they share the warpgroups, and each has K and V slots of its own
+
+    @property
+    def rows(self) -> int:
+        """query rows of a tile"""
+        return 64 * self.warpgroups // self.streams
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         q = 64 * self.warpgroups * head_dim
         out = 64 * self.warpgroups * head_dim_v if self.stage_out else 0
-        return 2 * (q + out + self.block_keys * (self.stages_k * head_dim + self.stages_v * head_dim_v)) + 2048
+        return 2 * (q + out + self.streams * self.block_keys * (self.stages_k * head_dim + self.stages_v * head_dim_v)) + 2048
 
     def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:
         """Registers a consumer thread holds for S, O, P and Q; about 30 more go to addresses and row state."""
@@ -73,12 +79,14 @@ class Tile:
         have = REGISTERS[self.warpgroups][1]
         assert smem <= SMEM_BYTES, f"{self}: {smem} bytes of shared memory, {SMEM_BYTES} available"
         assert registers <= have, f"{self}: {registers} registers for the accumulators, {have} available"
+        assert self.warpgroups % self.streams == 0, f"{self}: {self.warpgroups} warpgroups for {self.streams} streams"
         assert self.block_keys % 16 == 0, f"{self}: a block of keys must be a multiple of 16"
 
     def __str__(self) -> str:
         kept = ", Q in registers" if self.q_in_registers else ""
         stages = f"{self.stages_k}/{self.stages_v} K/V stages"
-        return f"{64 * self.warpgroups}x{self.block_keys} ({self.warpgroups} warpgroups, {stages}{kept})"
+        streams = f" in {self.streams} streams" if self.streams > 1 else ""
+        return f"{self.rows}x{self.block_keys} ({self.warpgroups} warpgroups{streams}, {stages}{kept})"
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ def tuned() -> tuple[TunedRow, ...]:
     rows = json.loads(Path(__file__).with_name("tuned.json").read_text())
     names = [f.name for f in fields(Tile)]
     return tuple(
-        TunedRow(row["head_dim"], row["head_dim_v"], tuple(row["masks"]), Tile(**{n: row[n] for n in names}), row["provenance"])
+        TunedRow(row["head_dim"], row["head_dim_v"], tuple(row["masks"]), Tile(**{n: row[n] for n in names if n in row}), row["provenance"])
         for row in rows
     )
 
