@@ -132,6 +132,7 @@ class ForwardKernel:
         self.scrub = self.used or self.left  # V's rows outside what is visible may hold NaN: zero them
         self.start = softmax.start_of(self.dtype)
         assert not (self.programs and self.used) and not (self.listed and (self.left or self.right)), features
+        self.steps = 8 if self.streams > 1 else 4  # in which a mask program is asked about a block: see mask.look
         self.redos = 4 if self.packed else 16  # tiles that a warpgroup may mark to be done again
 
     # ------------------------------------------------------------------------------------------------------------ host
@@ -813,7 +814,7 @@ class ForwardKernel:
             here = mask.Rectangle(
                 at.batch, at.head, at.row, block * self.bn + at.column, at.query_length - 1, at.key_length - 1, False
             )
-            mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, me.of_mask)
+            mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, me.of_mask, self.steps)
         return bits
 
     @cute.jit
