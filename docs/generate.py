@@ -169,8 +169,8 @@ def tiles_table() -> str:
             ("through shared memory" if r["stage_out"] else "from registers"),
         )
         lines.append(
-            f"| {r['head_dim']}, {r['head_dim_v']} | {', '.join(r['masks'])} | {64 * r['warpgroups']} × {r['block_keys']} "
-            f"| {r['warpgroups']} | {r['stages_k']} / {r['stages_v']} | {q} | {out} | {r['provenance']} |"
+            f"| {r['head_dim']}, {r['head_dim_v']} | {', '.join(r['masks'])} | {64 * r['warpgroups'] // r.get('streams', 1)} × {r['block_keys']} "
+            f"| {r['warpgroups']}{' for 2 tiles' if r.get('streams') == 2 else ''} | {r['stages_k']} / {r['stages_v']} | {q} | {out} | {r['provenance']} |"
         )
     return "\n".join(lines)
 

@@ -29,12 +29,14 @@ needs_compiler = pytest.mark.skipif(
 
 def tuned_features() -> list[Features]:
     """One kernel for each tuned row and mask kind, and the options that change the loops on top of the common rows."""
-    options = {kind: {"left": left, "right": right} for kind, (left, right) in MASKS.items()} | {"program": {"mask": "documents"}}
+    options = {kind: {"left": left, "right": right} for kind, (left, right) in MASKS.items()} | {
+        "mask": {"mask": "documents"}, "program": {"mask": "dense", "scores": "alibi"}
+    }  # fmt: skip
     rows = [
         Features("bfloat16", row.head_dim, row.head_dim_v, **options[kind])
         for row in config.tuned()
         for kind in row.masks
-        if kind != "program" or row.head_dim == row.head_dim_v
+        if kind in MASKS or row.head_dim == row.head_dim_v
     ]
     causal = Features("bfloat16", 128, 128, right=True)
     more = [

@@ -80,6 +80,8 @@ class Tile:
         assert smem <= SMEM_BYTES, f"{self}: {smem} bytes of shared memory, {SMEM_BYTES} available"
         assert registers <= have, f"{self}: {registers} registers for the accumulators, {have} available"
         assert self.warpgroups % self.streams == 0, f"{self}: {self.warpgroups} warpgroups for {self.streams} streams"
+        power_of_2 = all(n & (n - 1) == 0 for n in (self.stages_k, self.stages_v))
+        assert self.streams == 1 or power_of_2, f"{self}: the stages of a stream must be a power of 2"
         assert self.block_keys % 16 == 0, f"{self}: a block of keys must be a multiple of 16"
 
     def __str__(self) -> str:
@@ -95,7 +97,7 @@ class TunedRow:
 
     head_dim: int
     head_dim_v: int
-    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", and "program" of masks and scores
+    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", "mask" of mask programs alone, "program" of all others
     tile: Tile
     provenance: str
 
@@ -123,12 +125,14 @@ def tile_dim(head_dim: int) -> int:
 @cache
 def choose(features: Features) -> TunedRow:
     """The tuned row of a problem class: the smallest tile widths that hold both head dims."""
-    program = features.mask is not None or features.scores is not None
-    kind = "program" if program else "left" if features.left else "right" if features.right else "dense"
+    program, changes = features.mask is not None or features.scores is not None, features.softcap or features.scores is not None
+    kind = "left" if features.left else "right" if features.right else "dense"
+    if program:
+        kind = "program" if changes else "mask"
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
-    if features.softcap or features.scores is not None:  # registers for their arithmetic: half the block, and Q in shared memory
+    if changes:  # registers for their arithmetic: half the block, and Q in shared memory
         widest = 32 if features.cap is not None and row.head_dim_v == 256 else 64  # both of them beside a wide O
         narrow = replace(row.tile, block_keys=min(widest, row.tile.block_keys), q_in_registers=False)
         row = replace(row, tile=narrow)
