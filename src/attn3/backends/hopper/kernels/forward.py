@@ -133,9 +133,8 @@ class ForwardKernel:
         self.start = softmax.start_of(self.dtype)
         assert not (self.programs and self.used) and not (self.listed and (self.left or self.right)), features
         self.steps = 4  # in which a mask program is asked about a block: see mask.look
-        if self.listed and tile.streams > 1:  # few registers: only what reads no table of queries and keys may be asked 8 columns at once
-            table = any(sum(size > 1 for size in t.shape[-2:]) == 2 for t in programs.mask.tensors)
-            self.steps = 8 if table else 2
+        if self.listed and tile.streams > 1:  # few registers: what reads a table of queries and keys is asked more often about less
+            self.steps = 8 if any(sum(size > 1 for size in t.shape[-2:]) == 2 for t in programs.mask.tensors) else 4
         self.redos = 4 if self.packed else 16  # tiles that a warpgroup may mark to be done again
 
     # ------------------------------------------------------------------------------------------------------------ host
