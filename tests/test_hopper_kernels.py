@@ -223,6 +223,25 @@ def test_every_row_fits_its_budgets() -> None:
         assert row.provenance, row.label
 
 
+def test_streams_share_what_a_cta_has() -> None:
+    one = config.Tile(4, 64, 4, 4, False, False)
+    two = replace(one, streams=2)
+    assert (one.rows, two.rows) == (256, 128)
+    slots = 64 * 4 * (64 + 64) * 2  # one stream's
+    assert two.smem_bytes(64, 64) - one.smem_bytes(64, 64) == slots
+    for wrong in (replace(two, warpgroups=3), replace(two, stages_k=3)):
+        with pytest.raises(AssertionError, match="stream"):
+            wrong.check(64, 64)
+
+
+def test_masks_alone_and_with_scores_have_tiles_of_their_own() -> None:
+    mask = Features("bfloat16", 64, 64, mask="documents")
+    assert config.choose(mask).tile.streams == 2
+    others = replace(mask, scores="alibi"), replace(mask, softcap=True), replace(mask, head_dim_v=128), replace(mask, mask=None)
+    for other in others:
+        assert config.choose(other).tile.streams == 1
+
+
 @pytest.mark.parametrize("kind", MASKS)
 def test_every_head_dim_has_a_tile(kind: str) -> None:
     left, right = MASKS[kind]

@@ -111,10 +111,8 @@ def tuned() -> tuple[TunedRow, ...]:
     """The rows of tuned.json, in its order."""
     rows = json.loads(Path(__file__).with_name("tuned.json").read_text())
     names = [f.name for f in fields(Tile)]
-    return tuple(
-        TunedRow(row["head_dim"], row["head_dim_v"], tuple(row["masks"]), Tile(**{n: row[n] for n in names if n in row}), row["provenance"])
-        for row in rows
-    )
+    tile = lambda row: Tile(**{n: row[n] for n in names if n in row})
+    return tuple(TunedRow(row["head_dim"], row["head_dim_v"], tuple(row["masks"]), tile(row), row["provenance"]) for row in rows)
 
 
 def tile_dim(head_dim: int) -> int:

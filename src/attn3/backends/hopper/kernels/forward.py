@@ -318,7 +318,8 @@ class ForwardKernel:
                     nxt = Int32(NO_TILE)
                     if redo == 0:
                         if cute.arch.lane_idx() == 0:
-                            nxt = self.streams * gdim + cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+                            taken = cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+                            nxt = self.streams * gdim + taken  # every stream began with a tile
                     pipe_v.producer_acquire(vs)
                     last = last if const_expr(self.listed) else blocks.end - 1
                     cute.copy(tma_v, tVg[None, last], tVs[None, vs.index], tma_bar_ptr=pipe_v.producer_get_barrier(vs))
