@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Iterable
 
 import pytest
 import sass
@@ -12,7 +13,7 @@ import torch
 
 from attn3 import score_math
 from attn3.backends.hopper import config, config_decode, environment
-from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs
+from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs, TunedRow
 from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, choose
 from attn3.masks import Causal, Columns, DenseMask, MaskFunction
@@ -27,6 +28,14 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+def kinds(row: TunedRow | BackwardRow, every: Iterable[str]) -> list[str]:
+    """The kinds of masks with which a row is compiled: all, but one alone (causal, if the row has it) of what a neighbour lent."""
+    every = list(every)
+    if "nearest" not in row.provenance:
+        return every
+    return ["right"] if "right" in every else every[:1]
+
+
 def tuned_features() -> list[Features]:
     """One kernel for each tuned row and mask kind, and the options that change the loops on top of the common rows."""
     options = {kind: {"left": left, "right": right} for kind, (left, right) in MASKS.items()} | {
@@ -35,8 +44,7 @@ def tuned_features() -> list[Features]:
     rows = [
         Features("bfloat16", row.head_dim, row.head_dim_v, **options[kind])
         for row in config.tuned()
-        for kind in row.masks
-        if kind in MASKS or row.head_dim == row.head_dim_v
+        for kind in kinds(row, row.masks)
     ]
     causal = Features("bfloat16", 128, 128, right=True)
     more = [
@@ -50,15 +58,17 @@ def tuned_features() -> list[Features]:
         Features("float16", 72, 72, right=True, packed=True),
         Features("bfloat16", 64, 64, mask="dense", scores="alibi"),
         Features("bfloat16", 256, 256, mask="function"),
+        Features("bfloat16", 128, 128, packed=True, seqused_k=True, mask="documents"),
+        replace(causal, packed=True, scores="alibi"),
     ]
     return [*rows, *more]
 
 
 def tuned_backward_features() -> list[BackwardFeatures]:
     rows = [
-        BackwardFeatures("bfloat16", row.head_dim, row.head_dim_v, left=left, right=right)
+        BackwardFeatures("bfloat16", row.head_dim, row.head_dim_v, left=MASKS[kind][0], right=MASKS[kind][1])
         for row in config.tuned_backward()
-        for left, right in MASKS.values()
+        for kind in kinds(row, MASKS)
     ]
     more = [
         replace(BackwardFeatures("bfloat16", dim, dim, right=True), **options)
@@ -75,6 +85,8 @@ def tuned_backward_features() -> list[BackwardFeatures]:
         BackwardFeatures("bfloat16", 128, 128, mask="documents"),
         BackwardFeatures("bfloat16", 256, 256, right=True, scores="curve"),
         BackwardFeatures("bfloat16", 128, 128, mask="documents", scores="learned", wanted=(0, 1)),
+        BackwardFeatures("bfloat16", 64, 64, packed=True, seqused_q=True, mask="documents"),
+        BackwardFeatures("bfloat16", 128, 128, right=True, packed=True, scores="alibi"),
     ]
     return [*rows, *more, *programs, BackwardFeatures("float16", 72, 40, packed=True)]
 
@@ -237,7 +249,7 @@ def test_streams_share_what_a_cta_has() -> None:
 def test_masks_alone_and_with_scores_have_tiles_of_their_own() -> None:
     mask = Features("bfloat16", 64, 64, mask="documents")
     assert config.choose(mask).tile.streams == 2
-    others = replace(mask, scores="alibi"), replace(mask, softcap=True), replace(mask, head_dim_v=128), replace(mask, mask=None)
+    others = replace(mask, scores="alibi"), replace(mask, packed=True), replace(mask, head_dim_v=128), replace(mask, mask=None)
     for other in others:
         assert config.choose(other).tile.streams == 1
 

@@ -97,7 +97,7 @@ class TunedRow:
 
     head_dim: int
     head_dim_v: int
-    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", "mask" of mask programs alone, "program" of all others
+    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", "mask" (programs of dense batches), "program" (all others)
     tile: Tile
     provenance: str
 
@@ -126,7 +126,7 @@ def choose(features: Features) -> TunedRow:
     program, changes = features.mask is not None or features.scores is not None, features.softcap or features.scores is not None
     kind = "left" if features.left else "right" if features.right else "dense"
     if program:
-        kind = "program" if changes else "mask"
+        kind = "program" if changes or features.packed or features.seqused_q or features.seqused_k else "mask"
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
