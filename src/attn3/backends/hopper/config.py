@@ -97,7 +97,7 @@ class TunedRow:
 
     head_dim: int
     head_dim_v: int
-    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", "mask" (programs of dense batches), "program" (all others)
+    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", "mask" (programs, dense batches), "program" (the others)
     tile: Tile
     provenance: str
 
