@@ -13,8 +13,6 @@ from attn3.masks.base import Full, Mask
 from attn3.masks.function import MaskFunction
 from attn3.programs import Classes, Classifier, Grid, Lowering, Sizes, lower_mask, unpack
 
-FULL, PARTIAL = 1, 2  # codes of blocks; 0 is hidden
-
 
 class DenseMask(Mask):
     """True where a query sees a key: (batch | 1, heads | 1, queries, keys) bool, or without the leading dimensions."""
@@ -87,8 +85,6 @@ class BlockMask(Mask):
         else:
             self.partial = blocks if partial is None else blocks & partial[lead]
             self.full = blocks & ~self.partial
-        # what programs read: one number for a block instead of two truth values
-        self._codes = None if self.partial is None else self.full.to(torch.uint8) * FULL + self.partial.to(torch.uint8) * PARTIAL
         self._sums = [_integral(t) for t in (self.full, blocks)]
 
     @staticmethod
@@ -140,18 +136,14 @@ class BlockMask(Mask):
 
     def lower(self, low: Lowering) -> tuple[Hashable, Callable[..., Any]]:
         (rows, columns), (many, each) = self.block_size, (size > 1 for size in self.full.shape[:2])
-        index = low.capture(self.full if self._codes is None else self._codes)
-        of_block = lambda b, h, q, k, t: t[index][b if many else 0, h if each else 0, q // rows, k // columns]
-        key = ("blocks", index, rows, columns, many, each)
-        if self._codes is None:
-            return key, of_block
-        inner_key, inner = self.inner.lower(low)
-
-        def visible(b: Any, h: Any, q: Any, k: Any, t: Any) -> Any:
-            code = of_block(b, h, q, k, t)
-            return (code == FULL) | ((code == PARTIAL) & inner(b, h, q, k, t))
-
-        return (*key, inner_key), visible
+        full = low.capture(self.full)
+        of_block = lambda i: lambda b, h, q, k, t: t[i][b if many else 0, h if each else 0, q // rows, k // columns]
+        in_full = of_block(full)
+        key = ("blocks", full, rows, columns, many, each)
+        if self.inner is None or self.partial is None:
+            return key, in_full
+        in_partial, (inner_key, inner) = of_block(low.capture(self.partial)), self.inner.lower(low)
+        return (*key, inner_key), lambda b, h, q, k, t: in_full(b, h, q, k, t) | (in_partial(b, h, q, k, t) & inner(b, h, q, k, t))
 
     def classifier(self, low: Lowering, rows: int, keys: int) -> Classifier:
         """From the blocks alone: the mask inside is not asked."""
