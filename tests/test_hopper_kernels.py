@@ -249,6 +249,7 @@ def test_streams_share_what_a_cta_has() -> None:
 def test_masks_alone_and_with_scores_have_tiles_of_their_own() -> None:
     mask = Features("bfloat16", 64, 64, mask="documents")
     assert config.choose(mask).tile.streams == 2
+    assert config.choose(replace(mask, mask=("&", ("columns", 0), ("window", None, 0)))).tile.streams == 1
     others = replace(mask, scores="alibi"), replace(mask, packed=True), replace(mask, head_dim_v=128), replace(mask, mask=None)
     for other in others:
         assert config.choose(other).tile.streams == 1

@@ -97,7 +97,7 @@ class TunedRow:
 
     head_dim: int
     head_dim_v: int
-    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", "mask" (programs, dense batches), "program" (the others)
+    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", "mask" (``mostly_full``), "program" (other programs)
     tile: Tile
     provenance: str
 
@@ -120,13 +120,28 @@ def tile_dim(head_dim: int) -> int:
     return next(width for width in (64, 96, 128, 192, 256) if head_dim <= width)
 
 
+MOSTLY_FULL = {"blocks", "prefix", "documents", "window", "&", "|"}  # parts of masks whose blocks are rarely asked about
+
+
+def mostly_full(features: Features) -> bool:
+    """Is it a mask program over a dense batch, with the plain score, whose visible blocks are nearly all visible as a whole?
+
+    Time then goes to blocks without the mask, and two tiles in a CTA pay. Where every block is asked about they do not.
+    """
+    others = features.softcap or features.packed or features.seqused_q or features.seqused_k
+    if features.mask is None or features.scores is not None or others:
+        return False
+    names = lambda key: {key} if isinstance(key, str) else set().union(*map(names, key)) if isinstance(key, tuple) else set()
+    return names(features.mask) <= MOSTLY_FULL
+
+
 @cache
 def choose(features: Features) -> TunedRow:
     """The tuned row of a problem class: the smallest tile widths that hold both head dims."""
     program, changes = features.mask is not None or features.scores is not None, features.softcap or features.scores is not None
     kind = "left" if features.left else "right" if features.right else "dense"
     if program:
-        kind = "program" if changes or features.packed or features.seqused_q or features.seqused_k else "mask"
+        kind = "mask" if mostly_full(features) else "program"
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
