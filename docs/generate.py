@@ -168,9 +168,12 @@ def tiles_table() -> str:
             ("registers" if r["q_in_registers"] else "shared memory"),
             ("through shared memory" if r["stage_out"] else "from registers"),
         )
+        streams = r.get("streams", 1)
+        shared = f" for {streams} tiles" if streams > 1 else ""
         lines.append(
-            f"| {r['head_dim']}, {r['head_dim_v']} | {', '.join(r['masks'])} | {64 * r['warpgroups']} × {r['block_keys']} "
-            f"| {r['warpgroups']} | {r['stages_k']} / {r['stages_v']} | {q} | {out} | {r['provenance']} |"
+            f"| {r['head_dim']}, {r['head_dim_v']} | {', '.join(r['masks'])} "
+            f"| {64 * r['warpgroups'] // streams} × {r['block_keys']} "
+            f"| {r['warpgroups']}{shared} | {r['stages_k']} / {r['stages_v']} | {q} | {out} | {r['provenance']} |"
         )
     return "\n".join(lines)
 

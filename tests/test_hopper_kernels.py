@@ -38,7 +38,9 @@ def kinds(row: TunedRow | BackwardRow, every: Iterable[str]) -> list[str]:
 
 def tuned_features() -> list[Features]:
     """One kernel for each tuned row and mask kind, and the options that change the loops on top of the common rows."""
-    options = {kind: {"left": left, "right": right} for kind, (left, right) in MASKS.items()} | {"program": {"mask": "documents"}}
+    options = {kind: {"left": left, "right": right} for kind, (left, right) in MASKS.items()} | {
+        "mask": {"mask": "documents"}, "program": {"mask": "dense", "scores": "alibi"}
+    }  # fmt: skip
     rows = [
         Features("bfloat16", row.head_dim, row.head_dim_v, **options[kind])
         for row in config.tuned()
@@ -239,6 +241,26 @@ def test_every_row_fits_its_budgets() -> None:
     for row in (*config.tuned(), *config.tuned_backward()):
         row.tile.check(row.head_dim, row.head_dim_v)
         assert row.provenance, row.label
+
+
+def test_streams_share_what_a_cta_has() -> None:
+    one = config.Tile(4, 64, 4, 4, False, False)
+    two = replace(one, streams=2)
+    assert (one.rows, two.rows) == (256, 128)
+    slots = 64 * 4 * (64 + 64) * 2  # one stream's
+    assert two.smem_bytes(64, 64) - one.smem_bytes(64, 64) == slots
+    for wrong in (replace(two, warpgroups=3), replace(two, stages_k=3)):
+        with pytest.raises(AssertionError, match="stream"):
+            wrong.check(64, 64)
+
+
+def test_masks_alone_and_with_scores_have_tiles_of_their_own() -> None:
+    mask = Features("bfloat16", 64, 64, mask="documents")
+    assert config.choose(mask).tile.streams == 2
+    assert config.choose(replace(mask, mask=("&", ("columns", 0), ("window", None, 0)))).tile.streams == 1
+    others = replace(mask, scores="alibi"), replace(mask, packed=True), replace(mask, head_dim_v=128), replace(mask, mask=None)
+    for other in others:
+        assert config.choose(other).tile.streams == 1
 
 
 @pytest.mark.parametrize("kind", MASKS)

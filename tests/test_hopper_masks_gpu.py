@@ -118,6 +118,15 @@ def test_masks(mask: str, dim: int) -> None:
     judge(problem_of(MASKS[mask](), dim=dim))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
+def test_more_tiles_than_are_worked_on_at_a_time(density: float, dim: int) -> None:
+    """Lists of uneven lengths, some of them empty; at head_dim 64 a CTA works on two tiles at a time."""
+    new = lambda n, h: torch.randn(2, n, h, dim, device="cuda", dtype=torch.bfloat16, generator=seeded(n + h))
+    mask = BlockMask(chance(12, 13, density=density), 128, queries=1500, keys=1600)
+    judge(Problem.of(new(1500, 24), new(1600, 8), new(1600, 8) + 0.5, mask=mask))
+
+
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_of_masks(mask: str, dim: int) -> None:

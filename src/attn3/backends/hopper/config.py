@@ -57,11 +57,17 @@ class Tile:
     stages_v: int
     q_in_registers: bool
     stage_out: bool  # O leaves through a shared buffer and TMA, instead of straight from registers
+    streams: int = 1  # tiles at work in a CTA at a time; they share the warpgroups, and each has K and V slots of its own
+
+    @property
+    def rows(self) -> int:
+        """query rows of a tile"""
+        return 64 * self.warpgroups // self.streams
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         q = 64 * self.warpgroups * head_dim
         out = 64 * self.warpgroups * head_dim_v if self.stage_out else 0
-        return 2 * (q + out + self.block_keys * (self.stages_k * head_dim + self.stages_v * head_dim_v)) + 2048
+        return 2 * (q + out + self.streams * self.block_keys * (self.stages_k * head_dim + self.stages_v * head_dim_v)) + 2048
 
     def accumulator_registers(self, head_dim: int, head_dim_v: int) -> int:
         """Registers a consumer thread holds for S, O, P and Q; about 30 more go to addresses and row state."""
@@ -73,12 +79,16 @@ class Tile:
         have = REGISTERS[self.warpgroups][1]
         assert smem <= SMEM_BYTES, f"{self}: {smem} bytes of shared memory, {SMEM_BYTES} available"
         assert registers <= have, f"{self}: {registers} registers for the accumulators, {have} available"
+        assert self.warpgroups % self.streams == 0, f"{self}: {self.warpgroups} warpgroups for {self.streams} streams"
+        power_of_2 = all(n & (n - 1) == 0 for n in (self.stages_k, self.stages_v))
+        assert self.streams == 1 or power_of_2, f"{self}: the stages of a stream must be a power of 2"
         assert self.block_keys % 16 == 0, f"{self}: a block of keys must be a multiple of 16"
 
     def __str__(self) -> str:
         kept = ", Q in registers" if self.q_in_registers else ""
         stages = f"{self.stages_k}/{self.stages_v} K/V stages"
-        return f"{64 * self.warpgroups}x{self.block_keys} ({self.warpgroups} warpgroups, {stages}{kept})"
+        streams = f" in {self.streams} streams" if self.streams > 1 else ""
+        return f"{self.rows}x{self.block_keys} ({self.warpgroups} warpgroups{streams}, {stages}{kept})"
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ class TunedRow:
 
     head_dim: int
     head_dim_v: int
-    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", and "program" of masks and scores
+    masks: tuple[str, ...]  # of "dense", "right" (causal included), "left", "mask" (``mostly_full``), "program" (other programs)
     tile: Tile
     provenance: str
 
@@ -101,10 +111,8 @@ def tuned() -> tuple[TunedRow, ...]:
     """The rows of tuned.json, in its order."""
     rows = json.loads(Path(__file__).with_name("tuned.json").read_text())
     names = [f.name for f in fields(Tile)]
-    return tuple(
-        TunedRow(row["head_dim"], row["head_dim_v"], tuple(row["masks"]), Tile(**{n: row[n] for n in names}), row["provenance"])
-        for row in rows
-    )
+    tile = lambda row: Tile(**{n: row[n] for n in names if n in row})
+    return tuple(TunedRow(row["head_dim"], row["head_dim_v"], tuple(row["masks"]), tile(row), row["provenance"]) for row in rows)
 
 
 def tile_dim(head_dim: int) -> int:
@@ -112,15 +120,32 @@ def tile_dim(head_dim: int) -> int:
     return next(width for width in (64, 96, 128, 192, 256) if head_dim <= width)
 
 
+MOSTLY_FULL = {"blocks", "prefix", "documents", "window", "&", "|"}  # parts of masks whose blocks are rarely asked about
+
+
+def mostly_full(features: Features) -> bool:
+    """Is it a mask program over a dense batch, with the plain score, whose visible blocks are nearly all visible as a whole?
+
+    Time then goes to blocks without the mask, and two tiles in a CTA pay. Where every block is asked about they do not.
+    """
+    others = features.softcap or features.packed or features.seqused_q or features.seqused_k
+    if features.mask is None or features.scores is not None or others:
+        return False
+    names = lambda key: {key} if isinstance(key, str) else set().union(*map(names, key)) if isinstance(key, tuple) else set()
+    return names(features.mask) <= MOSTLY_FULL
+
+
 @cache
 def choose(features: Features) -> TunedRow:
     """The tuned row of a problem class: the smallest tile widths that hold both head dims."""
-    program = features.mask is not None or features.scores is not None
-    kind = "program" if program else "left" if features.left else "right" if features.right else "dense"
+    program, changes = features.mask is not None or features.scores is not None, features.softcap or features.scores is not None
+    kind = "left" if features.left else "right" if features.right else "dense"
+    if program:
+        kind = "mask" if mostly_full(features) else "program"
     need = tile_dim(features.head_dim), tile_dim(features.head_dim_v)
     fits = [row for row in tuned() if kind in row.masks and row.head_dim >= need[0] and row.head_dim_v >= need[1]]
     row = min(fits, key=lambda row: (2 * row.head_dim + row.head_dim_v, row.head_dim))
-    if features.softcap or features.scores is not None:  # registers for their arithmetic: half the block, and Q in shared memory
+    if changes:  # registers for their arithmetic: half the block, and Q in shared memory
         widest = 32 if features.cap is not None and row.head_dim_v == 256 else 64  # both of them beside a wide O
         narrow = replace(row.tile, block_keys=min(widest, row.tile.block_keys), q_in_registers=False)
         row = replace(row, tile=narrow)

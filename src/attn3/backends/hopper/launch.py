@@ -158,7 +158,7 @@ def _plan(p: Problem) -> _Plan:
         for start in range(0, p.head_dim_v, WIDEST_V):
             features = features_of(p, min(WIDEST_V, p.head_dim_v - start))
             tile = config.choose(features).tile
-            rows = 64 * tile.warpgroups
+            rows = tile.rows
             section = 1
             if p.packed:
                 tiles = (q.shape[0] // rows + p.batch + 1) * p.heads  # at most

@@ -26,6 +26,7 @@ from attn3.backends.hopper.parts import mask, schedule, score, softmax, walk
 from attn3.backends.hopper.parts.epilogue import store_rows
 from attn3.backends.hopper.parts.mma import as_a_operand, issue, pack, rows_view
 from attn3.backends.hopper.parts.schedule import NO_TILE, TICKET, Sequences, Work
+from attn3.backends.hopper.parts.slots import slots
 from attn3.masks import visible_range, visit
 
 WG = 128  # threads of a warpgroup
@@ -97,7 +98,7 @@ class Output(NamedTuple):
 class Consumer(NamedTuple):
     """What a consumer works with in every block."""
 
-    w: Any  # which consumer warpgroup
+    w: Any  # which consumer warpgroup of the CTA
     rows: softmax.Rows
     O: Any
     mma_pv: Any
@@ -121,7 +122,8 @@ class ForwardKernel:
         self.dtype = DTYPES[features.dtype]
         self.d, self.dv = tile_dim, tile_dim_v  # padded: TMA fills with zeros, and clips stores
         self.head_dim_v = features.head_dim_v
-        self.wgs, self.bn, self.bm = tile.warpgroups, tile.block_keys, ROWS * tile.warpgroups
+        self.wgs, self.bn, self.bm = tile.warpgroups, tile.block_keys, tile.rows
+        self.streams, self.team = tile.streams, tile.warpgroups // tile.streams  # warpgroups that share a tile: a team
         self.left, self.right = features.left, features.right
         self.packed = features.packed
         self.listed, self.programs = self.visible is not None, self.visible is not None or self.apply is not None
@@ -130,6 +132,9 @@ class ForwardKernel:
         self.scrub = self.used or self.left  # V's rows outside what is visible may hold NaN: zero them
         self.start = softmax.start_of(self.dtype)
         assert not (self.listed and (self.left or self.right)), features
+        self.steps = 4  # in which a mask program is asked about a block: see mask.look
+        if self.listed and tile.streams > 1:  # few registers: what reads a table of queries and keys is asked more often about less
+            self.steps = 8 if any(sum(size > 1 for size in t.shape[-2:]) == 2 for t in programs.mask.tensors) else 4
         self.redos = 4 if self.packed else 16  # tiles that a warpgroup may mark to be done again
 
     # ------------------------------------------------------------------------------------------------------------ host
@@ -175,8 +180,8 @@ class ForwardKernel:
         qk, pv = (ROWS, self.bn, self.d), (ROWS, self.dv, self.bn)
         sQ_l = sm90.make_smem_layout_a(ROW, qk, self.dtype, self.wgs)  # (64, D, warpgroup)
         sO_l = sm90.make_smem_layout_a(ROW, (ROWS, self.bn, self.dv), self.dtype, self.wgs)
-        sK_l = sm90.make_smem_layout_b(ROW, qk, self.dtype, self.tile.stages_k)
-        sV_l = sm90.make_smem_layout_b(COL, pv, self.dtype, self.tile.stages_v)
+        sK_l = sm90.make_smem_layout_b(ROW, qk, self.dtype, self.streams * self.tile.stages_k)
+        sV_l = sm90.make_smem_layout_b(COL, pv, self.dtype, self.streams * self.tile.stages_v)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_q, gQ = cpasync.make_tiled_tma_atom(load, mQ, sQ_l, (ROWS, self.d))
         tma_k, gK = cpasync.make_tiled_tma_atom(load, mK, sK_l, (self.bn, self.d))
@@ -222,11 +227,11 @@ class ForwardKernel:
 
         smem = cutlass.memory.SmemAllocator()
         q_full, q_empty = smem.allocate_array(Int64, self.wgs), smem.allocate_array(Int64, self.wgs)
-        t_full, t_empty = smem.allocate_array(Int64, 2), smem.allocate_array(Int64, 2)
-        bars_k = smem.allocate_array(Int64, 2 * self.tile.stages_k)
-        bars_v = smem.allocate_array(Int64, 2 * self.tile.stages_v)
+        t_full, t_empty = smem.allocate_array(Int64, 2 * self.streams), smem.allocate_array(Int64, 2 * self.streams)
+        bars_k = smem.allocate_array(Int64, 2 * self.streams * self.tile.stages_k)
+        bars_v = smem.allocate_array(Int64, 2 * self.streams * self.tile.stages_v)
         words = TICKET + self.programs if const_expr(self.packed) else 1
-        ring = smem.allocate_tensor(Int32, cute.make_layout((words, 2)), 16)  # tickets, producer -> consumers
+        ring = smem.allocate_tensor(Int32, cute.make_layout((words, 2 * self.streams)), 16)  # tickets, producer -> consumers
         marks = smem.allocate_tensor(Int32, cute.make_layout((words, self.wgs * self.redos)), 16)  # tickets to be done again
         flags = smem.allocate_tensor(Int32, cute.make_layout(8), 16)  # [2 w + parity]: the last tile that went wrong there
         alloc = lambda l: smem.allocate_tensor(self.dtype, l.outer, 1024, swizzle=l.inner)
@@ -240,9 +245,9 @@ class ForwardKernel:
                 for i in cutlass.range_constexpr(self.wgs):
                     cute.arch.mbarrier_init(q_full + i, 1)
                     cute.arch.mbarrier_init(q_empty + i, 4)  # one arrival per warp
-                for i in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2 * self.streams):
                     cute.arch.mbarrier_init(t_full + i, 1)
-                    cute.arch.mbarrier_init(t_empty + i, 4 * self.wgs)
+                    cute.arch.mbarrier_init(t_empty + i, 4 * self.team)
                 for i in cutlass.range_constexpr(self.wgs * self.redos):
                     marks[0, i] = NO_TILE
                 for i in cutlass.range_constexpr(8):
@@ -250,19 +255,24 @@ class ForwardKernel:
         make_pipe = lambda storage, n, width: pipeline.PipelineTmaAsync.create(
             barrier_storage=storage, num_stages=n, tx_count=self.bn * width * 2,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.wgs), defer_sync=True,
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.team), defer_sync=True,
         )  # fmt: skip
-        pipe_k = make_pipe(bars_k, self.tile.stages_k, self.d)
-        pipe_v = make_pipe(bars_v, self.tile.stages_v, self.dv)
+        pipe_k = make_pipe(bars_k, self.streams * self.tile.stages_k, self.d)
+        pipe_v = make_pipe(bars_v, self.streams * self.tile.stages_v, self.dv)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        t, it, redo = Int32(bidx), Int32(0), Int32(0)  # tile, tiles done, marked tiles looked at
+        s = 0  # which stream, from here on: its part of everything that roles share
+        if const_expr(self.streams > 1):
+            s = cute.arch.make_warp_uniform(warp if wg == 0 else (wg - 1) // self.team)
+            t_full, t_empty, ring = t_full + 2 * s, t_empty + 2 * s, cute.domain_offset((0, 2 * s), ring)
+            marks = cute.domain_offset((0, self.team * self.redos * s), marks)
+        t, it, redo = Int32(bidx + s * gdim), Int32(0), Int32(0)  # tile, tiles done, marked tiles looked at
         ticket = cute.make_rmem_tensor(words, Int32)
         ticket[0] = t
         if wg == 0:  # ---------------------------------------------------------------------------------------- producer
             cute.arch.setmaxregister_decrease(REGISTERS[self.wgs][0])
-            if warp == 0:
+            if warp == 0 if const_expr(self.streams == 1) else warp < self.streams:
                 seqs = Sequences(cu_q, cu_k, used_q, used_k, None, seqlen_q)
                 first, base = Int32(0), Int32(0)
                 lanes = cute.make_rmem_tensor(6, Int32)
@@ -272,8 +282,8 @@ class ForwardKernel:
                     first, base = schedule.packed_tile(t, first, base, lanes, seqs, self.bm, n_heads, ticket)
                     t = ticket[0]
                     self.publish(ring, ticket, t_full, t_empty, Int32(0))
-                ks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages_k)
-                vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages_v)
+                ks = slots(pipeline.PipelineUserType.Producer, self.tile.stages_k, s)
+                vs = slots(pipeline.PipelineUserType.Producer, self.tile.stages_v, s)
                 while t < n_tiles:
                     work = self.work(t, ticket, *shape)
                     blocks = self.blocks(work, work.m * self.bm, self.bm, lists)
@@ -286,11 +296,12 @@ class ForwardKernel:
                     pipe_k.producer_acquire(ks)
                     cute.copy(tma_k, tKg[None, last], tKs[None, ks.index], tma_bar_ptr=pipe_k.producer_get_barrier(ks))
                     ks.advance()
-                    for i in cutlass.range_constexpr(self.wgs):
-                        cute.arch.mbarrier_wait(q_empty + i, (it & 1) ^ 1)
+                    for i in cutlass.range_constexpr(self.team):
+                        w = i + s * self.team
+                        cute.arch.mbarrier_wait(q_empty + w, (it & 1) ^ 1)
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(q_full + i, ROWS * self.d * 2)
-                        cute.copy(tma_q, tQg[None, i], tQs[None, i], tma_bar_ptr=q_full + i)
+                            cute.arch.mbarrier_arrive_and_expect_tx(q_full + w, ROWS * self.d * 2)
+                        cute.copy(tma_q, tQg[None, i], tQs[None, w], tma_bar_ptr=q_full + w)
                     for n in cutlass.range(blocks.begin + 1, blocks.end, unroll=1):
                         key_block, before = n, n - 1
                         if const_expr(self.listed):
@@ -307,7 +318,8 @@ class ForwardKernel:
                     nxt = Int32(NO_TILE)
                     if redo == 0:
                         if cute.arch.lane_idx() == 0:
-                            nxt = gdim + cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+                            taken = cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+                            nxt = self.streams * gdim + taken  # every stream began with a tile
                     pipe_v.producer_acquire(vs)
                     last = last if const_expr(self.listed) else blocks.end - 1
                     cute.copy(tma_v, tVg[None, last], tVs[None, vs.index], tma_bar_ptr=pipe_v.producer_get_barrier(vs))
@@ -322,17 +334,22 @@ class ForwardKernel:
                             ticket[0] = t
                             self.publish(ring, ticket, t_full, t_empty, it)
                     it += 1
-                    t, redo = self.next_marked(t, redo, marks, ticket, n_tiles)
-                if cute.arch.lane_idx() == 0:  # the last CTA to leave clears the counters for the next launch
+                    t, redo = self.next_marked(t, redo, marks, ticket, n_tiles, s)
+                if cute.arch.lane_idx() == 0:  # the last stream to leave clears the counters for the next launch
                     done = cute.arch.atomic_add(counters.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
-                    if done == gdim - 1:
+                    if done == self.streams * gdim - 1:
                         counters[0] = 0
                         counters[1] = 0
-                pipe_k.producer_tail(ks)
-                pipe_v.producer_tail(vs)
+                for _i in cutlass.range_constexpr(self.tile.stages_k):
+                    pipe_k.sync_object_empty.wait(ks.index, ks.phase)
+                    ks.advance()
+                for _i in cutlass.range_constexpr(self.tile.stages_v):
+                    pipe_v.sync_object_empty.wait(vs.index, vs.phase)
+                    vs.advance()
         else:  # ---------------------------------------------------------------------------------------------- consumers
             cute.arch.setmaxregister_increase(REGISTERS[self.wgs][1])
             w, ctid = wg - 1, tidx % WG
+            part = w if const_expr(self.streams == 1) else w % self.team  # which 64 rows of a tile
             qk0, pv0 = mma_qk.get_slice(0), mma_pv.get_slice(0)
             if const_expr(self.tile.q_in_registers):
                 rQ = cute.make_rmem_tensor(mma_qk.partition_shape_A((ROWS, self.d)), self.dtype)
@@ -352,15 +369,15 @@ class ForwardKernel:
                 narrow = Operands(mma_half, rQ, rK_h, P_h, as_a_operand(P_h))
             rows, O_mn = softmax.make_rows(), rows_view(O)
             cS = rows_view(mma_qk.get_slice(ctid).partition_C(cute.make_identity_tensor((ROWS, self.bn))))
-            place = (w * ROWS, w * ROWS + cS[0, 0][0], cS[0, 0][1])
+            place = (part * ROWS, part * ROWS + cS[0, 0][0], cS[0, 0][1])
             out = Output(mO, None, None, None, None, None)
             if const_expr(self.tile.stage_out):
                 r2s = cute.make_tiled_copy_C(sm90.get_smem_store_op(ROW, self.dtype, Float32), mma_pv)
                 out = Output(mO, tma_o, gO, sO, r2s, r2s.get_slice(ctid).partition_D(sO[None, None, w]))
             rings = Rings(pipe_k, pipe_v)
             me = Consumer(w, rows, O, mma_pv, whole.rP, rV, rings, c, inner, captured, captured_by_scores)
-            ks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_k)
-            vs = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages_v)
+            ks = slots(pipeline.PipelineUserType.Consumer, self.tile.stages_k, s)
+            vs = slots(pipeline.PipelineUserType.Consumer, self.tile.stages_v, s)
             exact, marked = Boolean(False), Int32(0)
             if const_expr(self.packed):
                 self.receive(ring, ticket, t_full, t_empty, Int32(0))
@@ -374,7 +391,7 @@ class ForwardKernel:
                 work, at, everyone, blocks = self.assigned(t, ticket, shape, place, lists)
                 end, half = blocks.end, Boolean(False)
                 if const_expr(self.half):  # does the last block show columns of its first half only?
-                    last_row = cutlass.min(work.m * self.bm + w * ROWS + ROWS - 1, work.query_length - 1)
+                    last_row = cutlass.min(work.m * self.bm + part * ROWS + ROWS - 1, work.query_length - 1)
                     _b, last_key = visible_range(
                         last_row, work.query_length, work.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max
                     )
@@ -468,7 +485,7 @@ class ForwardKernel:
                     if flags[2 * w + (it & 1)] == it + 1:
                         if ctid == 0:
                             for i in cutlass.range_constexpr(words):
-                                marks[i, marked * self.wgs + w] = ticket[i]
+                                marks[i, marked * self.team + part] = ticket[i]
                         marked += 1
                         exact = marked == self.redos  # no room for another one: from here on the slow way at once
                 if const_expr(self.left or self.right):  # hand back the blocks that only other warpgroups need
@@ -482,15 +499,15 @@ class ForwardKernel:
                         self.receive(ring, ticket, t_full, t_empty, it)
                     t = ticket[0]
                 it += 1
-                t, redo = self.next_marked(t, redo, marks, ticket, n_tiles)
+                t, redo = self.next_marked(t, redo, marks, ticket, n_tiles, s)
                 exact = exact | (redo > 0)
                 if t < n_tiles:  # this tile leaves under the next one's first product
                     _work, next_at, next_everyone, next_blocks = self.assigned(t, ticket, shape, place, lists)
                     ks, vs, S = self.first_products(it, next_everyone, next_blocks, whole, q_slot, me, ks, vs)
-                    self.store(out, rO, work, at.row, w, warp)
+                    self.store(out, rO, work, at.row, w, part, warp)
                     ks = self.first_softmax(S, next_at, next_blocks, whole, me, ks)
                 else:
-                    self.store(out, rO, work, at.row, w, warp)
+                    self.store(out, rO, work, at.row, w, part, warp)
             if warp % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -514,15 +531,15 @@ class ForwardKernel:
             cute.arch.mbarrier_arrive(t_empty + (n & 1))
 
     @cute.jit
-    def next_marked(self, t: Int32, redo: Int32, marks, ticket, n_tiles: Int32):
-        """after the last ordinary tile: the marked tiles one after another (all roles call this alike)"""
+    def next_marked(self, t: Int32, redo: Int32, marks, ticket, n_tiles: Int32, s):
+        """after a stream's last ordinary tile: its marked tiles one after another (all its roles call this alike)"""
         if t >= n_tiles:
             if redo == 0:
-                cute.arch.barrier(barrier_id=BAR_END, number_of_threads=self.wgs * WG + 32)
-            while t >= n_tiles and redo < self.wgs * self.redos:
+                cute.arch.barrier(barrier_id=BAR_END + s, number_of_threads=self.team * WG + 32)
+            while t >= n_tiles and redo < self.team * self.redos:
                 t = cute.arch.make_warp_uniform(marks[0, redo])
-                for i in cutlass.range_constexpr(1, self.wgs):  # several warpgroups may have marked the same tile
-                    if redo % self.wgs >= i:
+                for i in cutlass.range_constexpr(1, self.team):  # several warpgroups may have marked the same tile
+                    if redo % self.team >= i:
                         if marks[0, redo - i] == t:
                             t = Int32(NO_TILE)
                 for i in cutlass.range_constexpr(cute.size(ticket)):
@@ -654,22 +671,22 @@ class ForwardKernel:
 
     # ------------------------------------------------------------------------------------------------------------ output
     @cute.jit
-    def store(self, out: Output, rO, work: Work, row, w, warp):
-        """The warpgroup's rows of O. row: the thread's first."""
+    def store(self, out: Output, rO, work: Work, row, w, part, warp):
+        """The warpgroup's rows of O, the part-th 64 of the tile. row: the thread's first."""
         if const_expr(not self.tile.stage_out):
             self.store_direct(out.mO, rO, work, row)
         elif const_expr(self.packed):
-            if work.m * self.bm + (w + 1) * ROWS <= work.rows:
-                self.store_staged(out, rO, work, w, warp)
+            if work.m * self.bm + (part + 1) * ROWS <= work.rows:
+                self.store_staged(out, rO, work, w, part, warp)
             else:  # TMA would write into the next sequence
                 self.store_direct(out.mO, rO, work, row)
         else:
-            self.store_staged(out, rO, work, w, warp)
+            self.store_staged(out, rO, work, w, part, warp)
 
     @cute.jit
-    def store_staged(self, out: Output, rO, work: Work, w, warp):
+    def store_staged(self, out: Output, rO, work: Work, w, part, warp):
         """registers -> shared -> TMA, 64 rows of this warpgroup; TMA clips what lies outside the tensor"""
-        row = work.m * self.bm + w * ROWS
+        row = work.m * self.bm + part * ROWS
         if const_expr(self.packed):
             g = cute.domain_offset((work.first_row + row, 0), out.gO[None, None, work.head])
         else:
@@ -829,7 +846,7 @@ class ForwardKernel:
             if const_expr(self.used):  # a program is asked about position 0 where there is none; such rows are dead
                 ends = cutlass.max(ends[0], 0), cutlass.max(ends[1], 0)
             here = mask.Rectangle(at.batch, at.head, at.row, block * self.bn + at.column, *ends, False, self.packed)
-            mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, me.of_mask)
+            mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, me.of_mask, self.steps)
         return bits
 
     @cute.jit

@@ -41,17 +41,17 @@ class Rectangle(NamedTuple):
 
 
 @cute.jit
-def look(bits, columns: Constexpr, at: Rectangle, visible: Constexpr, tensors):
+def look(bits, columns: Constexpr, at: Rectangle, visible: Constexpr, tensors, steps: Constexpr = 4):
     """bits <- for each of the two rows a bit for each of its columns, up to 32: ``visible(b, h, q, k, tensors)``, traced.
 
     It is asked about positions in use only, so that it may index what it has captured. The loop is not unrolled: ptxas would start
-    every load at once and run out of registers.
+    every load at once and run out of registers. More ``steps`` take fewer.
     """
     rest = visible.rest if const_expr(isinstance(visible, Windowed)) else visible
     rows = [cutlass.min(at.row + 8 * r, at.last_row) for r in range(2)]
     bits.fill(0)
-    at_once = columns // 4  # a whole number of 8-column groups, of which a thread has two columns
-    for step in cutlass.range(4, unroll=1):
+    at_once = columns // steps  # a whole number of 8-column groups, of which a thread has two columns
+    for step in cutlass.range(steps, unroll=1):
         first = at.column + step * (4 * at_once)
         some = [Int32(0), Int32(0)]
         for j in cutlass.range_constexpr(at_once):
