@@ -31,6 +31,7 @@ from attn3.problem import Problem
 VARIANTS: dict[str, dict[str, Any]] = {  # what differs from the tuned tile; the first one is the base
     "base": {},
     "vsmem": {"v_in_registers": False},
+    "at-once": {"spread": False},
     "det": {},
     "head-by-head": {"section": 1},  # grouped causal cells: no heads that take turns
 }

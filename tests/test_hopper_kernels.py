@@ -201,7 +201,7 @@ def check_backward(features: BackwardFeatures, code: sass.Sass) -> None:
     assert code.products > 3 * code.groups, f"serialised products: {code.products} in {code.groups} groups"
     assert code.register_moves == 2, "the producer must give registers up and the consumers take them"
     of_scores = 17 if features.wanted else 0  # 16 elements of a bias a thread, and a slope for all of them
-    assert (code.reductions - of_scores) % 8 == 0 and code.reductions > of_scores, "dQ is added 16 bytes at a time"
+    assert (code.reductions - of_scores) % 4 == 0 and code.reductions > of_scores, "dQ is added 16 bytes at a time"
     assert code.instructions < 7000
 
 

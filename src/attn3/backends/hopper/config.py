@@ -190,6 +190,7 @@ class BackwardTile:
     rotate: bool  # without a mask, each tile of keys begins with other queries, so that fewer add to the same dQ at a time
     stage_out: bool  # dK and dV leave through a buffer of their own, while the next tile's K and V arrive
     v_in_registers: bool  # instead of being read from shared memory for every tile of queries
+    spread: bool  # additions to dQ are not made at once, but in parts, under several products (in turns they never are)
 
     @property
     def block_keys(self) -> int:
@@ -213,6 +214,7 @@ class BackwardTile:
         assert smem <= SMEM_BYTES, f"{self}: {smem} bytes of shared memory, {SMEM_BYTES} available"
         assert registers <= 240, f"{self}: {registers} registers for the accumulators, 240 available"
         assert self.shares == "keys" or not self.v_in_registers, f"{self}: V in registers needs shares='keys'"
+        assert self.shares == "keys" or not self.spread or head_dim == 256, f"{self}: half of dQ's columns are too few"
         assert self.stages_q == 2, f"{self}: dS is exchanged through two stages, which follow those of Q"
         assert self.block_queries == 64 or (self.block_queries, self.shares, head_dim) == (128, "keys", 64), f"{self}: queries"
 
@@ -251,5 +253,5 @@ def choose_backward(features: BackwardFeatures) -> BackwardRow:
     if changes and row.head_dim == row.head_dim_v == 128:  # its arithmetic needs the registers
         row = replace(row, tile=replace(row.tile, shares="columns", stage_out=False))
     if changes or features.mask is not None:  # likewise
-        row = replace(row, tile=replace(row.tile, v_in_registers=False))
+        row = replace(row, tile=replace(row.tile, v_in_registers=False, spread=False))
     return row

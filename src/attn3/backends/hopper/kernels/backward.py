@@ -155,6 +155,10 @@ class BackwardKernel:
         # columns of a warpgroup in dQ's accumulator: half of them, or all for every other unit
         self.dq_by_rows = self.units == 2
         self.dq_columns = self.d if self.dq_by_rows else self.d // 2
+        self.spread = tile.spread and not features.deterministic
+        self.half_place = self.dq_columns // 16 * 4096  # bytes, from a thread's part of dQ to the second half of its columns
+        self.rest_place = self.half_place // 2 * 3  # to the last quarter
+        self.dq_width = self.dq_columns // 2 if self.spread and not self.by_keys else self.dq_columns  # of a product
         self.deterministic = features.deterministic
         self.programs = self.listed or self.score_program is not None
         assert not (self.listed and (self.left or self.right or self.deterministic)), features
@@ -228,7 +232,7 @@ class BackwardKernel:
         mma_p = mma(UNIT, kmaj, kmaj, regs) if const_expr(self.tile.v_in_registers) else mma_s
         mma_v = mma(self.dv // half, kmaj, mn, regs if self.by_keys else smem)
         mma_k = mma(self.d // half, kmaj, mn, regs if self.by_keys else smem)
-        mma_q = mma(self.dq_columns, mn, mn, smem)
+        mma_q = mma(self.dq_width, mn, mn, smem)
         layouts = self.layouts()
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma = lambda g, l, width: cpasync.make_tiled_tma_atom(load, g, l, (64, width))
@@ -259,7 +263,7 @@ class BackwardKernel:
             "ds": a(ROW, (64, u, u), self.dtype, exchange),  # dS' (keys, queries)
             "ds_t": a(COL, (u, 64, 64), self.dtype, exchange),  # dS (queries, keys)
         }
-        width = self.dq_columns
+        width = self.dq_width
         found["k_t"] = b(COL, (64, width, 64), self.dtype, key_slots * (self.d // width))  # (columns of K, keys)
         parts = 1 if self.by_keys else 2
         found["q_t"] = b(COL, (64, self.d // parts, u), self.dtype, slots_q * parts)
@@ -418,6 +422,9 @@ class BackwardKernel:
             nxt = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_q)
             dos = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages_do)
             S = cute.make_rmem_tensor(mma_s.partition_shape_C((64, UNIT // (1 if self.by_keys else 2))), Float32)
+            rest = None  # of dQ of the tile before, to be added
+            if const_expr(self.spread and not self.by_keys):
+                rest = cute.make_rmem_tensor(self.d // 16, Float32)
             added = Int32(0)  # to dQ, by all tiles before
             while self.is_tile(t, n_tiles):
                 at = self.locate(t, grid)
@@ -438,11 +445,12 @@ class BackwardKernel:
                 total = group * (end - begin)
                 if const_expr(self.listed):
                     total = self.count_of(block_map, at, group)
-                tile_bytes = Int64(4 * self.bm * self.d)
                 first = at.kv_head * group * tiles + span.first_tile + begin
-                out = work.iterator.toint() + Int64(first - 1) * tile_bytes + Int64(tid * 16)  # of the tile before the first one
+                out = first - 1  # the tile before the first one
                 if const_expr(self.rotates or self.rises):
-                    out += Int64(at.start - begin) * tile_bytes
+                    out += at.start - begin
+                if const_expr(not self.spread):
+                    out = self.place_of_tile(work, out, tid)
                 m, step, done = at.start, Int32(1), Int32(0)
                 if total > 0:
                     cute.arch.mbarrier_wait(kv_full, loaded & 1)
@@ -465,7 +473,9 @@ class BackwardKernel:
                     now, masked, head = self.told(steps, qs.index, m, at, group)
                     here = None
                     if const_expr(self.listed):
-                        here = work.iterator.toint() + Int64(head * tiles + span.first_tile + now) * tile_bytes + Int64(tid * 16)
+                        here = head * tiles + span.first_tile + now
+                        if const_expr(not self.spread):
+                            here = self.place_of_tile(work, here, tid)
                     if const_expr(self.rises):
                         wraps, m_next, step_next = self.next_of_walk(m, at, tiles)
                     else:
@@ -485,18 +495,18 @@ class BackwardKernel:
                             masked |= m >= at.full_end
                     mine = self.at_number(turn, added + i - (1 if self.by_keys else 0))
                     if const_expr(not self.by_keys):
-                        out = self.advance(out, step, tile_bytes, here)
+                        before, out = out, self.advance(out, step, here)
                         self.unit_by_columns(
                             views, S, masked, place, head, now * self.bm, c, inner, w, sStat, sQ, pipes, qs, nxt, dos, ahead, at,
-                            tid, out, mine,
+                            tid, self.place_of(work, before, tid), self.place_of(work, out, tid), mine, i, rest,
                         )  # fmt: skip
                     else:  # dQ is one tile behind
                         for u in cutlass.range_constexpr(self.units):
                             self.unit_by_keys(
                                 u, views, S, masked, place, head, now * self.bm + u * UNIT, c, inner, w, sStat, sQ, pipes, qs, nxt,
-                                dos, ahead, at, tid, i, out, mine,
+                                dos, ahead, at, tid, i, work, out, mine,
                             )  # fmt: skip
-                        out = self.advance(out, step, tile_bytes, here)
+                        out = self.advance(out, step, here)
                     if const_expr(self.rotates):
                         done += 1
                         step = 1 - (end - begin) if wraps else Int32(1)
@@ -512,8 +522,11 @@ class BackwardKernel:
                     nxt.advance()
                     if const_expr(self.deterministic):
                         added += total
+                    last_place = self.place_of(work, out, tid)
+                    if const_expr(rest is not None):
+                        self.reduce_dq(rest, last_place + self.rest_place)
                     if const_expr(self.by_keys):
-                        self.drain_dq(views, 1 - qs.index, w, out, self.at_number(turn, added - 1))
+                        self.drain_dq(views, 1 - qs.index, w, last_place, self.at_number(turn, added - 1))
                 if const_expr(self.tile.stage_out):  # K and V may be overwritten while dK and dV leave
                     if total > 0:
                         with cute.arch.elect_one():
@@ -528,12 +541,20 @@ class BackwardKernel:
                 t = self.next_tile(ring, t_full, t_empty, it)
                 it += 1
 
-    @cute.jit
-    def advance(self, out, step, tile_bytes, here):
-        """To the tile ``step`` further on; under a mask program to ``here``."""
-        if const_expr(self.listed):
+    def advance(self, out, step, here):
+        """To the tile ``step`` further on; under a mask program to ``here``. Where additions are spread ``out`` is a tile's number,
+        as an address would take two registers more than there are; else it is an address, which is 6 % faster.
+        """
+        if self.listed:
             return here
-        return out + Int64(step) * tile_bytes
+        return out + step if self.spread else out + Int64(step) * Int64(4 * self.bm * self.d)
+
+    def place_of(self, work, out, tid):
+        return self.place_of_tile(work, out, tid) if self.spread else out
+
+    def place_of_tile(self, work, tile, tid):
+        """where this thread's part of a tile of dQ lies"""
+        return work.iterator.toint() + Int64(tile) * Int64(4 * self.bm * self.d) + Int64(tid * 16)
 
     def at_number(self, turn, number):
         return None if turn is None else turn._replace(number=number)
@@ -686,7 +707,7 @@ class BackwardKernel:
     @cute.jit
     def unit_by_keys(
         self, u: cutlass.Constexpr, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes,
-        qs, nxt, dos, m_next, tile: Tile, tid, i, out, turn,
+        qs, nxt, dos, m_next, tile: Tile, tid, i, work, out, turn,
     ):  # fmt: skip
         """64 queries: their S' is in registers on entry, that of the next 64 on exit. dQ is one tile behind, so that nobody waits
         for the other warpgroup's dS.
@@ -724,7 +745,7 @@ class BackwardKernel:
             cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * qs.index + w, number_of_threads=2 * WG)
         if const_expr(first):
             if i > 0:  # (before, dQ was of nothing)
-                self.add_in_turn(dQ, out, turn)
+                self.add_in_turn(dQ, self.place_of(work, out, tid), turn, 2 if self.spread else 1)
         if const_expr(last):
             if const_expr(not first):
                 warpgroup.wait_group(1)  # dV
@@ -734,6 +755,9 @@ class BackwardKernel:
         S1 = cute.make_rmem_tensor_like(S)  # accumulating into S itself would serialise every product
         slot_next = nxt.index * self.units if const_expr(last) else slot_q + 1
         issue(views.mma_s, S1, views.rK, views.rQ[None, None, None, slot_next], True)
+        if const_expr(first and self.spread):  # the other half: it takes longer than dK
+            if i > 0:
+                self.reduce_dq(dQ, self.place_of(work, out, tid), 1, 2)
         warpgroup.wait_group(1)  # dK
         if const_expr(last):
             pipes.q.consumer_release(qs)
@@ -743,7 +767,7 @@ class BackwardKernel:
     @cute.jit
     def unit_by_columns(
         self, views: Views, S, masked, place: Place, head, first_row, c, inner, w, sStat, sQ, pipes: Pipes, qs, nxt, dos, m_next,
-        tile: Tile, tid, out, turn,
+        tile: Tile, tid, before, out, turn, i, rest,
     ):  # fmt: skip
         """The same; each warpgroup needs what the other one has computed of P and dS."""
         dP = cute.make_rmem_tensor_like(S)
@@ -751,6 +775,9 @@ class BackwardKernel:
         S_mn, dP_mn = rows_view(S), rows_view(dP)
         stat = sStat.iterator + (qs.index * 2 * self.bm + place.column)
         issue(views.mma_p, dP, views.rV, views.rdO[None, None, None, dos.index], True)
+        if const_expr(rest is not None):
+            if i > 0:
+                self.reduce_dq(rest, before + self.rest_place)
         bits = self.look(S_mn, masked, place, head, first_row)
         slope, raw = self.change(S_mn, place, head, first_row, inner)
         self.probabilities(S_mn, stat, c, inner)
@@ -765,18 +792,32 @@ class BackwardKernel:
         cute.copy(views.to_smem, views.to_smem.retile(dS16), views.dS_dst[None, None, None, qs.index])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BAR_ALL, number_of_threads=2 * WG)
-        dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_columns)), Float32)
+        dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_width)), Float32)
         self.issue_dq(views, dQ, qs.index, w)
         issue(views.mma_v, views.dV, views.rP[None, None, None, qs.index], views.rdOt[None, None, None, 2 * dos.index + w], False)
+        if const_expr(rest is not None):
+            warpgroup.wait_group(1)  # the first half of dQ's columns
+            self.reduce_dq(dQ, out)
+            dQ = cute.make_rmem_tensor(views.mma_q.partition_shape_C((64, self.dq_width)), Float32)
+            self.issue_dq(views, dQ, qs.index, w, 1)
         issue(views.mma_k, views.dK, views.rdSk[None, None, None, qs.index], views.rQt[None, None, None, 2 * qs.index + w], False)
-        warpgroup.wait_group(2)  # dQ
-        self.add_in_turn(dQ, out, turn)
+        if const_expr(rest is not None):
+            warpgroup.wait_group(1)  # the second half, and dV
+            pipes.do.consumer_release(dos)
+        else:
+            warpgroup.wait_group(2)  # dQ
+            self.add_in_turn(dQ, out, turn)
         pipes.q.consumer_wait(nxt)
         self.clear_rows(sQ, nxt.index, m_next, tile, tid)
         S1 = cute.make_rmem_tensor_like(S)
         issue(views.mma_s, S1, views.rK, views.rQ[None, None, None, nxt.index], True)
+        if const_expr(rest is not None):
+            self.reduce_dq(dQ, out + self.half_place, 0, 2)
+            for j in cutlass.range_constexpr(cute.size(rest)):
+                rest[j] = dQ[cute.size(rest) + j]
         warpgroup.wait_group(1)  # dV, dK
-        pipes.do.consumer_release(dos)
+        if const_expr(rest is None):
+            pipes.do.consumer_release(dos)
         pipes.q.consumer_release(qs)
         warpgroup.wait_group(0)
         S.store(S1.load())
@@ -895,8 +936,8 @@ class BackwardKernel:
                     dP_mn[r, 2 * j + i] = ds
 
     @cute.jit
-    def issue_dq(self, views: Views, dQ, stage, w):
-        """dQ of this warpgroup: its columns over all keys, or, with two units, all columns of unit w"""
+    def issue_dq(self, views: Views, dQ, stage, w, half: cutlass.Constexpr = 0):
+        """dQ of this warpgroup: its columns (or one half of them) over all keys, or, with two units, all columns of unit w"""
         key_slots = self.bn // 64
         atom = cute.make_mma_atom(views.mma_q.op)
         warpgroup.fence()
@@ -906,26 +947,28 @@ class BackwardKernel:
                 rB = views.rKt[None, None, None, i]
             else:
                 rA = views.rdSq[None, None, None, stage * key_slots + i]
-                rB = views.rKt[None, None, None, 2 * i + w]
+                products = self.dq_columns // self.dq_width
+                rB = views.rKt[None, None, None, (2 * i + w) * products + half]
             for kb in cutlass.range_constexpr(cute.size(rA, mode=[2])):
                 atom.set(warpgroup.Field.ACCUMULATE, i > 0 or kb > 0)
                 cute.gemm(atom, dQ, rA[None, None, kb], rB[None, None, kb], dQ)
         warpgroup.commit_group()
 
     @cute.jit
-    def reduce_dq(self, dQ, out):
-        """Adds to the workspace, 16 bytes a thread and instruction, 512 neighbouring bytes a warp."""
-        for i in cutlass.range_constexpr(cute.size(dQ) // 4):
+    def reduce_dq(self, dQ, out, part: cutlass.Constexpr = 0, parts: cutlass.Constexpr = 1):
+        """Adds (a part of) a tile to the workspace, 16 bytes a thread and instruction, 512 neighbouring bytes a warp."""
+        n = cute.size(dQ) // 4 // parts
+        for i in cutlass.range_constexpr(part * n, part * n + n):
             cute.arch.inline_ptx(
                 "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[out + i * 4096, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]],
             )
 
     @cute.jit
-    def add_in_turn(self, dQ, out, turn):
-        """``reduce_dq``, where additions are ordered when it is this tile's turn"""
+    def add_in_turn(self, dQ, out, turn, parts: cutlass.Constexpr = 1):
+        """``reduce_dq`` of the first part; where additions are ordered, of all, when it is this tile's turn"""
         if const_expr(turn is None):
-            self.reduce_dq(dQ, out)
+            self.reduce_dq(dQ, out, 0, parts)
         else:
             slot, phase = self.slot_of(turn.number)
             cute.arch.mbarrier_wait(turn.granted + slot, phase)
