@@ -104,6 +104,15 @@ def test_loss_on_one_result_alone(which: str, dtype: torch.dtype) -> None:
     compare_grads(problem, run(problem, *given), *given)
 
 
+@pytest.mark.parametrize("dtype, dim", [(torch.float32, 128), (torch.float16, 32), (torch.bfloat16, 64)])
+def test_a_single_key_has_no_gradient_of_scores(dtype: torch.dtype, dim: int) -> None:
+    """Its probability is 1 whatever its score is: dP and rowsum(dO * O) are one sum, and must cancel exactly."""
+    q, k, v = (3 * t.detach() for t in inputs(rows=61, keys=1, dim=dim, dim_v=dim, dtype=dtype))
+    problem = Problem.of(q, k, v, mask=Causal())
+    dq, dk, dv = run(problem, torch.randn(problem.out_shape()).to(dtype), None)[:3]
+    assert (dq == 0).all() and (dk == 0).all() and (dv != 0).any()
+
+
 def test_no_loss_at_all_is_no_gradient() -> None:
     q, k, v = inputs()
     out = attn3.attention(q, k, v, backend="cpu")

@@ -63,8 +63,7 @@ def tuned_backward_features() -> list[BackwardFeatures]:
         for dim in (64, 128, 256)
         for options in (
             {"deterministic": True},
-            {"packed": True, "dlse": True},
-            {"softcap": True, "dlse": True},
+            {"packed": True, "softcap": True, "dlse": True},
             {"packed": True, "seqused_q": True, "seqused_k": True, "deterministic": True, "left": True, "softcap": True},
         )
     ]

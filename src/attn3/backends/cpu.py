@@ -603,7 +603,10 @@ class _TileGradient:
                 p.mul_(self.weight)
             dv[:, begin:end].baddbmm_(p.transpose(1, 2), self.dout)
             ds = self.workspace[0, : s.numel()].view(s.shape)
-            torch.bmm(self.dout, v_block.transpose(1, 2), out=ds)
+            if end - begin == 1:  # summed in the order of rowsum(dO * O): a row of one key has O = V, and its dS is exactly 0
+                torch.sum(self.dout * v_block, -1, keepdim=True, out=ds)
+            else:
+                torch.bmm(self.dout, v_block.transpose(1, 2), out=ds)
             ds.add_(self.shift).mul_(p)
             if tape is not None:
                 gone = p == 0  # such a score has no gradient, whatever its slope is
