@@ -71,18 +71,20 @@ def test_programs_come_with_their_map_and_tensors(launches):
     assert len(launch._plans) == 1
 
 
-def test_what_programs_cannot_do_yet_is_refused_with_a_reason():
+def test_what_programs_cannot_do_is_refused_with_a_reason():
     q, k, v = tensors()
+    bias = attn3.Bias(torch.zeros(96, 80, requires_grad=True))
+    (reason,) = launch.program_reasons(Problem.of(q, k, v, score=bias, deterministic=True))
+    assert "gradients of its own tensors" in reason and "backend='cpu'" in reason
     cu = torch.tensor([0, 96, 192], dtype=torch.int32)
     packed = [t.flatten(0, 1)[:160] if t is not q else t.flatten(0, 1) for t in (q, k, v)]
-    p = Problem.of(*packed, mask=attn3.Chunked(16), cu_seqlens_q=cu, cu_seqlens_k=torch.tensor([0, 80, 160], dtype=torch.int32))
-    used = Problem.of(q, k, v, mask=attn3.Chunked(16), seqused_k=torch.tensor([80, 3], dtype=torch.int32))
-    bias = attn3.Bias(torch.zeros(96, 80, requires_grad=True))
-    learned = Problem.of(q, k, v, score=bias, deterministic=True)
-    for problem, words in ((p, "packed"), (used, "used lengths"), (learned, "gradients of its own tensors")):
-        (reason,) = launch.program_reasons(problem)
-        assert words in reason and "backend='cpu'" in reason
-    for problem in (Problem.of(q, k, v, mask=attn3.Causal()), Problem.of(q, k, v, score=bias)):
+    offsets = {"cu_seqlens_q": cu, "cu_seqlens_k": torch.tensor([0, 80, 160], dtype=torch.int32)}
+    for problem in (
+        Problem.of(q, k, v, mask=attn3.Causal()),
+        Problem.of(q, k, v, score=bias),
+        Problem.of(*packed, mask=attn3.Chunked(16), **offsets),
+        Problem.of(q, k, v, mask=attn3.Chunked(16), seqused_k=torch.tensor([80, 3], dtype=torch.int32)),
+    ):
         assert launch.program_reasons(problem) == []
 
 
