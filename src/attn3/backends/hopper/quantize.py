@@ -1,4 +1,4 @@
-"""16-bit q, k and v -> e4m3 with one scale for each sequence and head, by the quantising kernels."""
+"""16-bit q, k and v -> e4m3 with one scale for each sequence and head, by the quantising kernel: a launch for each tensor."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn3.backends.hopper import compile
+from attn3.backends.hopper import compile, environment
 from attn3.backends.hopper.config_fp8 import QuantizeFeatures
-from attn3.backends.hopper.launch import for_tma
+from attn3.backends.hopper.launch import counters, for_tma
 from attn3.fp8 import E4M3, FP8, signs, transposed_shape, visible_rows
 
 if TYPE_CHECKING:
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from attn3.problem import Problem
 
 HEAD_DIMS = (64, 128, 256)
-_MOST = 65535  # blocks of a grid in its second and third dimension
-_BLOCKS = 1024  # of the first kernel, about: some for each multiprocessor, and few parts to put together
-_PART_ROWS = 128  # at least
+_PART_BYTES = 64 << 10  # of a part's rows, about
+_STEP = 128  # a part's rows are a multiple of it
+_MOST_PARTS = 128  # of a head: one CTA puts them together
+_CHUNK_BYTES = 4 << 20  # of the heads that are measured together; some three chunks at a time stay in L2
+_CTAS = {True: 2, False: 4}  # for each multiprocessor, where rows are rotated and where not
+_UNITS = 256  # heads of all sequences whose counters are kept from call to call
 
 
 def fits(p: Problem, precision: FP8) -> bool:
@@ -30,7 +33,6 @@ def fits(p: Problem, precision: FP8) -> bool:
         and p.q.dtype in (torch.float16, torch.bfloat16)
         and p.head_dim in HEAD_DIMS
         and p.head_dim_v in HEAD_DIMS
-        and max(p.batch, p.heads) <= _MOST
         and p.q.shape[1] > 0
         and p.k.shape[1] > 0
         and p.batch > 0
@@ -54,13 +56,26 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
         ends = [n if isinstance(n, Tensor) else torch.full((batch,), n, device=x.device) for n in range_]
         visible = torch.stack(ends, 1).to(torch.int32).contiguous()
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)
-    parts = min(max(1, _BLOCKS // (batch * heads)), -(-rows // _PART_ROWS))
+    units, (part_rows, parts, chunk) = batch * heads, partition(rows, dim)
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale, mean = new(batch, heads), new(batch, heads, dim) if center else None
     v_t = torch.empty(transposed_shape(x), dtype=torch.uint8, device=x.device) if transpose else None
     features = QuantizeFeatures(str(x.dtype).removeprefix("torch."), dim, seed is not None, center, transpose, visible is not None)
     kernel = compile.kernel(features)
+    if units <= _UNITS:
+        tickets = counters(x.device.index, _UNITS + 2)
+    else:
+        tickets = torch.zeros(units + 2, dtype=torch.int32, device=x.device)
+    ctas = min(2 * units * parts, _CTAS[seed is not None] * environment.processors(x.device.index))
     with torch.cuda.device(x.device.index):
-        kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), scale,
-               mean, data, v_t)  # fmt: skip
+        kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), tickets,
+               scale, mean, data, v_t, part_rows, chunk, ctas)  # fmt: skip
     return data.view(E4M3), scale, mean, v_t
+
+
+def partition(rows: int, dim: int) -> tuple[int, int, int]:
+    """(rows of a part, parts of a head, parts of the heads that are measured together)"""
+    part_rows = max(_PART_BYTES // (2 * dim), -(-rows // _MOST_PARTS))
+    part_rows = -(-part_rows // _STEP) * _STEP
+    parts = -(-rows // part_rows)
+    return part_rows, parts, parts * max(1, _CHUNK_BYTES // (2 * dim * rows))
