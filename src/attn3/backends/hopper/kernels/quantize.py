@@ -96,11 +96,15 @@ class QuantizeKernel:
         n_parts = parts.shape[2]
         units = batch_size * heads
         order = Order(units * n_parts, chunk, cutlass.min(LAG * chunk, units * n_parts))
-        t = Int32(cute.arch.block_idx()[0])
+        if tid == 0:
+            note[1] = cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+        cute.arch.sync_threads()
+        t = note[1]
+        cute.arch.sync_threads()
         while t < 2 * order.total:
             following = Int32(0)
             if tid == 0:  # asked for now, needed later
-                following = gdim + cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+                following = cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
             write, index = self.place(t, order)
             unit, part = index // n_parts, index % n_parts
             batch, head = unit // heads, unit % heads
