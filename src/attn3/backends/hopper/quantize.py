@@ -66,10 +66,9 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
         tickets = counters(x.device.index, _UNITS + 2)
     else:
         tickets = torch.zeros(units + 2, dtype=torch.int32, device=x.device)
-    ctas = min(2 * units * parts, _CTAS[seed is not None] * environment.processors(x.device.index))
     with torch.cuda.device(x.device.index):
         kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), tickets,
-               scale, mean, data, v_t, part_rows, chunk, ctas)  # fmt: skip
+               scale, mean, data, v_t, part_rows, chunk)  # fmt: skip
     return data.view(E4M3), scale, mean, v_t
 
 

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from attn3.backends.hopper.parts.tickets import LAG, Order, place
+from attn3.backends.hopper.parts.tickets import LAG, Order, place  # noqa
 from attn3.fp8 import E4M3_MAX, SMALLEST_SCALE, ZERO_SCALE, ZEROS_BELOW
 
 THREADS = 128
@@ -59,16 +59,20 @@ class QuantizeKernel:
         mYt: cute.Tensor | None,  # (batch, heads, dim, seqlen rounded up to 16) bytes
         rows: Int32,  # of a part, a multiple of KEYS
         chunk: Int32,  # tickets of the heads that are measured together
-        ctas: Int32,
         stream,
     ):
         e4m3 = lambda t: cute.make_tensor(cute.recast_ptr(t.iterator, dtype=F8), t.layout)
         words = None
         if const_expr(self.transpose):
             words = cute.make_tensor(cute.recast_ptr(mYt.iterator, dtype=Int32), self.words_of(mYt))
-        self.kernel(mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, rows, chunk).launch(
-            grid=[ctas, 1, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream
-        )
+        total = mX.shape[0] * mX.shape[2] * parts.shape[2]
+        for i in cutlass.range(cute.ceil_div(total, chunk) + 1, unroll=1):
+            behind = cutlass.max(i - 1, 0) * chunk
+            ahead = cutlass.min(i * chunk, total)
+            writes, measures = ahead - behind, cutlass.min(ahead + chunk, total) - ahead
+            self.kernel(
+                mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, rows, behind, writes, ahead
+            ).launch(grid=[writes + measures, 1, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream)  # fmt: skip
 
     def words_of(self, t: cute.Tensor) -> cute.Layout:
         """The layout of (batch, heads, dim, keys) bytes as 4-byte words; every stride is a multiple of 16."""
@@ -79,11 +83,12 @@ class QuantizeKernel:
     @cute.kernel
     def kernel(
         self, mX: cute.Tensor, signs: cute.Tensor | None, visible: cute.Tensor | None, parts: cute.Tensor, counters: cute.Tensor,
-        scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, rows: Int32, chunk: Int32,
+        scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, rows: Int32,
+        behind: Int32, writes: Int32, ahead: Int32,
     ):  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()  # counters and workspace may still be in use
-        tid, gdim = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
+        tid = cute.arch.thread_idx()[0]
         smem = cutlass.memory.SmemAllocator()
         note = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # what thread 0 tells the others
         shared = smem.allocate_tensor(Float32, cute.make_layout((self.dim, 3, WARPS)), 16)
@@ -94,24 +99,19 @@ class QuantizeKernel:
             turned = smem.allocate_tensor(Int32, cute.make_layout((PITCH, self.dim)), 16)  # (word, column)
         batch_size, seqlen, heads, _ = mX.shape
         n_parts = parts.shape[2]
-        units = batch_size * heads
-        order = Order(units * n_parts, chunk, cutlass.min(LAG * chunk, units * n_parts))
-        if tid == 0:
-            note[1] = cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
-        cute.arch.sync_threads()
-        t = note[1]
-        cute.arch.sync_threads()
-        while t < 2 * order.total:
-            following = Int32(0)
-            if tid == 0:  # asked for now, needed later
-                following = cute.arch.atomic_add(counters.iterator, Int32(1), sem="relaxed", scope="gpu")
-            write, index = self.place(t, order)
+        t = Int32(cute.arch.block_idx()[0])
+        write = Int32(0)
+        index = ahead + t - writes
+        if t < writes:
+            write = Int32(1)
+            index = behind + t
+        if const_expr(True):
             unit, part = index // n_parts, index % n_parts
             batch, head = unit // heads, unit % heads
             begin, end = self.range_of(visible, batch, seqlen)
             first = part * rows
             last = cutlass.min(first + rows, seqlen)
-            done = counters.iterator + 2 + unit
+            done = counters.iterator + unit
             if write == 0:
                 low, high = cutlass.max(first, begin), cutlass.min(last, end)
                 if const_expr(self.rotate):
@@ -131,16 +131,9 @@ class QuantizeKernel:
                     if const_expr(self.center):
                         own = mean[batch, head, None]
                     self.settle(parts[batch, head, None, None, None], begin, end, shared, scale, batch, head, own)
-                    cute.arch.fence_acq_rel_gpu()
-                    cute.arch.sync_threads()
                     if tid == 0:
-                        cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu")
+                        counters[unit] = 0
             else:
-                if tid == 0:
-                    now = self.number_at(done)
-                    while now <= n_parts:
-                        now = self.number_at(done)
-                cute.arch.sync_threads()
                 inverse = parts[batch, head, 0, 0, 0]
                 own = None
                 if const_expr(self.center):
@@ -158,26 +151,6 @@ class QuantizeKernel:
                             mX[batch, None, head, None], first + tile * KEYS, begin, end, inverse, own, mY[batch, None, head, None],
                             to, yt,
                         )  # fmt: skip
-            if tid == 0:
-                note[1] = following
-            cute.arch.sync_threads()
-            t = note[1]
-            cute.arch.sync_threads()
-        # the last CTA to leave clears the counters for the next launch
-        if tid == 0:
-            note[0] = cute.arch.atomic_add(counters.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
-        cute.arch.sync_threads()
-        if note[0] == gdim - 1:
-            for i in cutlass.range(tid, units + 2, THREADS, unroll=1):
-                counters[i] = 0
-
-    @cute.jit
-    def place(self, t, order: Order):
-        return place(t, order, lambda condition, a, b: cutlass.select_(condition, Int32(a), Int32(b)))
-
-    @cute.jit
-    def number_at(self, pointer):
-        return cute.arch.inline_ptx("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[pointer])
 
     # ------------------------------------------------------------------------------------------------------- rotating
     # Bits of a column's number: a warp rotates 16 rows. Lane 4 g + q has columns 32 i + 8 q + e (e < 8) of rows g and g + 8, before
