@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from random import Random
 
 import pytest
 import sass
@@ -13,9 +12,8 @@ from torch import Tensor
 import attn3
 import attn3.registry
 from attn3 import FP8, AttentionError, Unsupported, fp8
-from attn3.backends.hopper import environment
+from attn3.backends.hopper import environment, quantize
 from attn3.backends.hopper.config_fp8 import QuantizeFeatures
-from attn3.backends.hopper.parts import tickets
 from attn3.backends.hopper.quantize import partition
 from attn3.flash_attn_interface import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from attn3.ops import quantize as quantized_problem
@@ -272,49 +270,11 @@ def test_what_rounding_leaves_after_the_mean_becomes_zeros(keys, scaling):
     torch.testing.assert_close(out, v[:, :1].expand_as(out))
 
 
-def select(condition: bool, a: int, b: int) -> int:
-    return a if condition else b
-
-
-@pytest.mark.parametrize(
-    ("rows", "dim", "units"),
-    [(1, 64, 1), (16384, 128, 16), (333, 64, 6), (16384, 256, 8), (70000, 128, 3), (4096, 64, 128), (5000, 64, 7)],
-)
-def test_tickets_of_the_quantising_kernel(rows, dim, units):
-    """Every part is measured and written once, and written after its whole head was measured, however long each ticket takes."""
+@pytest.mark.parametrize(("rows", "dim"), [(1, 64), (16384, 128), (333, 64), (16384, 256), (70000, 128), (4096, 64), (1 << 20, 64)])
+def test_parts_of_the_quantising_kernel(rows, dim):
     part_rows, parts, chunk = partition(rows, dim)
-    assert part_rows % 128 == 0 and (parts - 1) * part_rows < rows <= parts * part_rows and chunk % parts == 0
-    total = units * parts
-    order = tickets.Order(total, chunk, min(tickets.LAG * chunk, total))
-    places = [tickets.place(t, order, select) for t in range(2 * total)]
-    measured, written = ([index for write, index in places if write == kind] for kind in (0, 1))
-    assert measured == written == list(range(total))
-    seen = [0] * units
-    for write, index in places:
-        if write:
-            assert seen[index // parts] == parts
-        else:
-            seen[index // parts] += 1
-    # CTAs that take tickets ahead and run at random: some CTA can always go on
-    draw, ctas, handed = Random(0), min(2 * total, 5), 0
-    current, following, done = {}, {}, [0] * units
-    for cta in range(ctas):
-        current[cta], handed = handed, handed + 1
-    finished = 0
-    while current:
-        for cta in current:
-            if cta not in following:
-                following[cta], handed = handed, handed + 1
-        ready = [cta for cta, t in current.items() if not places[t][0] or done[places[t][1] // parts] == parts]
-        assert ready, "all wait for each other"
-        cta = draw.choice(ready)
-        write, index = places[current[cta]]
-        done[index // parts] += not write
-        finished += 1
-        current[cta] = following.pop(cta)
-        if current[cta] >= 2 * total:
-            del current[cta]
-    assert finished == 2 * total
+    assert part_rows % 128 == 0 and parts <= 128 and chunk % parts == 0 and chunk > 0
+    assert (parts - 1) * part_rows < rows <= parts * part_rows
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -433,6 +393,39 @@ def test_the_quantising_kernels(dim, precision, used, dtype):
     v8, _, _, v_t = pairs[2][0]
     kept = fp8.with_scales(problem, precision, pairs[0][0], pairs[1][0], (v8, pairs[2][0][1], pairs[2][0][2], None))
     assert torch.equal(v_t, fp8.transposed(kept))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 129, 3, 1), (1, 5000, 3, 3), (300, 70, 2, 1), (1, 16384, 4, 2)], ids=str)
+@pytest.mark.parametrize("chunk", [1 << 20, 16 << 20])
+def test_the_quantising_kernels_in_many_launches(dim, shape, chunk, monkeypatch):
+    """Whatever is measured and written together; every call gives the same bits, captured or not."""
+    batch, rows, heads, kv_heads = shape
+    monkeypatch.setattr(quantize, "_CHUNK_BYTES", chunk)
+    q, k, v = on_gpu(*normal((batch, rows, heads, dim), (batch, rows, kv_heads, dim), (batch, rows, kv_heads, dim)))
+    problem = Problem.of(q, k + 1, v + 2)
+    hopper = attn3.registry.backends()["hopper"]
+    call = lambda: (hopper.quantize_q(problem, FP8()), *hopper.quantize_kv(problem, FP8()))
+    found = [call() for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(call())
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for one in found[1:]:
+        for got, first in zip(one, found[0], strict=True):
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, first, strict=True) if b is not None)
+    for (data, scale, mean, _), (want, want_scale, want_mean, _) in zip(
+        found[0], (fp8.quantize_q(problem, FP8()), *fp8.quantize_kv(problem, FP8())), strict=True
+    ):  # fmt: skip
+        torch.testing.assert_close(scale, want_scale, rtol=1e-5, atol=0)
+        if mean is not None:
+            torch.testing.assert_close(mean, want_mean, rtol=1e-4, atol=1e-5)
+        assert (data.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 2e-3
+    kept = fp8.with_scales(problem, FP8(), found[0][0], found[0][1], (*found[0][2][:3], None))
+    assert torch.equal(found[0][2][3], fp8.transposed(kept))
 
 
 @pytest.mark.gpu

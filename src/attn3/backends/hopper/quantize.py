@@ -1,4 +1,4 @@
-"""16-bit q, k and v -> e4m3 with one scale for each sequence and head, by the quantising kernel: a launch for each tensor."""
+"""16-bit q, k and v -> e4m3 with one scale for each sequence and head, by the quantising kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attn3.backends.hopper import compile, environment
+from attn3.backends.hopper import compile
 from attn3.backends.hopper.config_fp8 import QuantizeFeatures
 from attn3.backends.hopper.launch import counters, for_tma
 from attn3.fp8 import E4M3, FP8, signs, transposed_shape, visible_rows
@@ -20,8 +20,7 @@ HEAD_DIMS = (64, 128, 256)
 _PART_BYTES = 64 << 10  # of a part's rows, about
 _STEP = 128  # a part's rows are a multiple of it
 _MOST_PARTS = 128  # of a head: one CTA puts them together
-_CHUNK_BYTES = 4 << 20  # of the heads that are measured together; some three chunks at a time stay in L2
-_CTAS = {True: 2, False: 4}  # for each multiprocessor, where rows are rotated and where not
+_CHUNK_BYTES = 16 << 20  # of the heads that are measured in one launch and written in the next, from L2
 _UNITS = 256  # heads of all sequences whose counters are kept from call to call
 
 
@@ -63,11 +62,11 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
     features = QuantizeFeatures(str(x.dtype).removeprefix("torch."), dim, seed is not None, center, transpose, visible is not None)
     kernel = compile.kernel(features)
     if units <= _UNITS:
-        tickets = counters(x.device.index, _UNITS + 2)
+        done = counters(x.device.index, _UNITS)
     else:
-        tickets = torch.zeros(units + 2, dtype=torch.int32, device=x.device)
+        done = torch.zeros(units, dtype=torch.int32, device=x.device)
     with torch.cuda.device(x.device.index):
-        kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), tickets,
+        kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), done,
                scale, mean, data, v_t, part_rows, chunk)  # fmt: skip
     return data.view(E4M3), scale, mean, v_t
 

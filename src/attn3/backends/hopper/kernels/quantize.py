@@ -1,9 +1,10 @@
-"""q, k or v in 16 bits -> e4m3 with one scale for each (sequence, head): one launch of CTAs that stay, one read from memory.
+"""q, k or v in 16 bits -> e4m3 with one scale for each (sequence, head): launches in a row, one read from memory.
 
-A head is cut into parts of rows. ``measure`` looks at a part: the least, the largest and the sum of every column (the largest
-magnitude alone, where no mean is taken out). Who measures a head's last part settles it (``settle``): the mean of each column and,
-exactly, the largest magnitude after taking it out, so the scale. ``write`` stores a part: rotated, centred and scaled; V also
-transposed, its keys in ``attn3.fp8.KEY_ORDER``. ``tickets`` orders all of this so that the second read of a head comes from L2.
+A head is cut into parts of rows. ``measure``: the least, the largest and the sum of every column of a part (the largest magnitude
+alone, where no mean is taken out). Who measures a head's last part settles it (``settle``): the mean of each column and, exactly,
+the largest magnitude after taking it out, so the scale. ``write`` stores a part: rotated, centred and scaled; V also transposed,
+its keys in ``attn3.fp8.KEY_ORDER``. Each launch measures some heads and writes those of the launch before, few enough for
+their second read to come from L2; the order of launches is all that anybody waits for.
 
 Rows are rotated (random signs and a Walsh-Hadamard transform) by tensor cores, whose products of a 16-bit number and 1 or -1 are
 exact: four of the transform's stages are products with a 16 x 16 matrix, two are additions in registers, and those of columns at
@@ -19,7 +20,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from attn3.backends.hopper.parts.tickets import LAG, Order, place  # noqa
 from attn3.fp8 import E4M3_MAX, SMALLEST_SCALE, ZERO_SCALE, ZEROS_BELOW
 
 THREADS = 128
@@ -52,13 +52,13 @@ class QuantizeKernel:
         signs: cute.Tensor | None,  # (dim,) float32, 1 or -1
         visible: cute.Tensor | None,  # (batch, 2) int32: the rows in use
         parts: cute.Tensor,  # (batch, heads, parts, 3, dim) float32, workspace
-        counters: cute.Tensor,  # next ticket, CTAs that left, parts done of each head; zero before and after
+        counters: cute.Tensor,  # parts measured of each head; zero before and after
         scale: cute.Tensor,  # (batch, heads) float32
         mean: cute.Tensor | None,  # (batch, heads, dim) float32
         mY: cute.Tensor,  # (batch, seqlen, heads, dim) bytes
         mYt: cute.Tensor | None,  # (batch, heads, dim, seqlen rounded up to 16) bytes
         rows: Int32,  # of a part, a multiple of KEYS
-        chunk: Int32,  # tickets of the heads that are measured together
+        chunk: Int32,  # parts of the heads that are measured in one launch, and written in the next
         stream,
     ):
         e4m3 = lambda t: cute.make_tensor(cute.recast_ptr(t.iterator, dtype=F8), t.layout)
@@ -67,12 +67,11 @@ class QuantizeKernel:
             words = cute.make_tensor(cute.recast_ptr(mYt.iterator, dtype=Int32), self.words_of(mYt))
         total = mX.shape[0] * mX.shape[2] * parts.shape[2]
         for i in cutlass.range(cute.ceil_div(total, chunk) + 1, unroll=1):
-            behind = cutlass.max(i - 1, 0) * chunk
-            ahead = cutlass.min(i * chunk, total)
-            writes, measures = ahead - behind, cutlass.min(ahead + chunk, total) - ahead
+            behind, ahead = cutlass.max(i - 1, 0) * chunk, cutlass.min(i * chunk, total)
+            measures = cutlass.min(ahead + chunk, total) - ahead
             self.kernel(
-                mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, rows, behind, writes, ahead
-            ).launch(grid=[writes + measures, 1, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream)  # fmt: skip
+                mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, rows, behind, ahead, measures, i
+            ).launch(grid=[measures + ahead - behind, 1, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream)  # fmt: skip
 
     def words_of(self, t: cute.Tensor) -> cute.Layout:
         """The layout of (batch, heads, dim, keys) bytes as 4-byte words; every stride is a multiple of 16."""
@@ -84,73 +83,70 @@ class QuantizeKernel:
     def kernel(
         self, mX: cute.Tensor, signs: cute.Tensor | None, visible: cute.Tensor | None, parts: cute.Tensor, counters: cute.Tensor,
         scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, rows: Int32,
-        behind: Int32, writes: Int32, ahead: Int32,
+        behind: Int32, ahead: Int32, measures: Int32, launch: Int32,
     ):  # fmt: skip
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()  # counters and workspace may still be in use
-        tid = cute.arch.thread_idx()[0]
+        """A CTA for each part: first those to measure, [ahead, ahead + measures), then those to write, [behind, ahead).
+
+        Writing waits for the launch before, in which the heads were settled. Measuring waits in the first launch only, for
+        whoever made the input and used the workspace: no launch begins before every CTA of the one before let it.
+        """
         smem = cutlass.memory.SmemAllocator()
-        note = smem.allocate_tensor(Int32, cute.make_layout(2), 16)  # what thread 0 tells the others
         shared = smem.allocate_tensor(Float32, cute.make_layout((self.dim, 3, WARPS)), 16)
+        ring = turned = None
         if const_expr(self.rotate):
             ring = smem.allocate_tensor(self.dtype, cute.make_layout((8, THREADS, 2 * self.pieces, STAGES)), 16)
-            masks = self.masks_of(signs)
-        elif const_expr(self.transpose):
+        if const_expr(self.transpose):
             turned = smem.allocate_tensor(Int32, cute.make_layout((PITCH, self.dim)), 16)  # (word, column)
-        batch_size, seqlen, heads, _ = mX.shape
-        n_parts = parts.shape[2]
+        note = smem.allocate_tensor(Int32, cute.make_layout(1), 16)  # what thread 0 tells the others
         t = Int32(cute.arch.block_idx()[0])
-        write = Int32(0)
-        index = ahead + t - writes
-        if t < writes:
-            write = Int32(1)
-            index = behind + t
-        if const_expr(True):
-            unit, part = index // n_parts, index % n_parts
-            batch, head = unit // heads, unit % heads
-            begin, end = self.range_of(visible, batch, seqlen)
-            first = part * rows
-            last = cutlass.min(first + rows, seqlen)
-            done = counters.iterator + unit
-            if write == 0:
-                low, high = cutlass.max(first, begin), cutlass.min(last, end)
-                if const_expr(self.rotate):
-                    self.measure_rotated(
-                        mX[batch, None, head, None], masks, ring, low, high, shared, parts[batch, head, part, None, None]
-                    )
-                else:
-                    self.measure_plain(mX[batch, None, head, None], low, high, shared, parts[batch, head, part, None, None])
-                cute.arch.fence_acq_rel_gpu()
-                cute.arch.sync_threads()
-                if tid == 0:
-                    note[0] = cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu")
-                cute.arch.sync_threads()
-                if note[0] == n_parts - 1:
-                    cute.arch.fence_acq_rel_gpu()
-                    own = None
-                    if const_expr(self.center):
-                        own = mean[batch, head, None]
-                    self.settle(parts[batch, head, None, None, None], begin, end, shared, scale, batch, head, own)
-                    if tid == 0:
-                        counters[unit] = 0
+        to_write = t >= measures
+        if launch == 0 or to_write:
+            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        n_parts, heads = parts.shape[2], mX.shape[2]
+        index = behind + t - measures if to_write else ahead + t
+        unit, part = index // n_parts, index % n_parts
+        batch, head = unit // heads, unit % heads
+        begin, end = self.range_of(visible, batch, mX.shape[1])
+        first = part * rows
+        last = cutlass.min(first + rows, mX.shape[1])
+        x, own = mX[batch, None, head, None], parts[batch, head, None, None, None]
+        middle = mean[batch, head, None] if const_expr(self.center) else None
+        masks = self.masks_of(signs) if const_expr(self.rotate) else None
+        if to_write:
+            self.write(x, masks, ring, first, last, begin, end, own[0, 0, 0], middle, shared, turned, mY, mYt, batch, head)
+        else:
+            low, high = cutlass.max(first, begin), cutlass.min(last, end)
+            if const_expr(self.rotate):
+                self.measure_rotated(x, masks, ring, low, high, shared, own[part, None, None])
             else:
-                inverse = parts[batch, head, 0, 0, 0]
-                own = None
-                if const_expr(self.center):
-                    own = mean[batch, head, None]
-                if const_expr(self.rotate):
-                    self.write_rotated(
-                        mX[batch, None, head, None], masks, ring, first, last, begin, end, inverse, own, shared,
-                        mY[batch, None, head, None],
-                    )  # fmt: skip
-                else:
-                    to = turned if const_expr(self.transpose) else None
-                    yt = mYt[batch, head, None, None] if const_expr(self.transpose) else None
-                    for tile in cutlass.range(cute.ceil_div(last - first, KEYS), unroll=1):
-                        self.write_plain(
-                            mX[batch, None, head, None], first + tile * KEYS, begin, end, inverse, own, mY[batch, None, head, None],
-                            to, yt,
-                        )  # fmt: skip
+                self.measure_plain(x, low, high, shared, own[part, None, None])
+            if self.is_last(counters.iterator + unit, n_parts, note):
+                self.settle(own, begin, end, shared, scale, batch, head, middle)
+
+    @cute.jit
+    def is_last(self, done, n_parts, note):
+        """Is this the last of a head's parts to be measured? Then all of them may be read. Nobody waits for another."""
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_threads()
+        if cute.arch.thread_idx()[0] == 0:
+            before = cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu")
+            note[0] = before
+            if before == n_parts - 1:
+                cute.make_tensor(done, cute.make_layout(1))[0] = 0  # for the next call
+        cute.arch.sync_threads()
+        cute.arch.fence_acq_rel_gpu()
+        return note[0] == n_parts - 1
+
+    @cute.jit
+    def write(self, x, masks, ring, first, last, begin, end, inverse, mean, shared, turned, mY, mYt, batch, head):
+        y = mY[batch, None, head, None]
+        if const_expr(self.rotate):
+            self.write_rotated(x, masks, ring, first, last, begin, end, inverse, mean, shared, y)
+        else:
+            yt = mYt[batch, head, None, None] if const_expr(self.transpose) else None
+            for tile in cutlass.range(cute.ceil_div(last - first, KEYS), unroll=1):
+                self.write_plain(x, first + tile * KEYS, begin, end, inverse, mean, y, turned, yt)
 
     # ------------------------------------------------------------------------------------------------------- rotating
     # Bits of a column's number: a warp rotates 16 rows. Lane 4 g + q has columns 32 i + 8 q + e (e < 8) of rows g and g + 8, before
@@ -158,13 +154,12 @@ class QuantizeKernel:
     @cute.jit
     def masks_of(self, signs):
         """The signs of this lane's columns as bits of two 16-bit numbers each"""
-        q = cute.arch.lane_idx() % 4
-        masks = cute.make_rmem_tensor((4, self.pieces), Int32)
+        masks, eight = cute.make_rmem_tensor((4, self.pieces), Int32), cute.make_rmem_tensor(8, Float32)
         for i in cutlass.range_constexpr(self.pieces):
+            cute.autovec_copy(self.columns(signs, 4 * i + cute.arch.lane_idx() % 4, 8), eight)
             for w in cutlass.range_constexpr(4):
-                column = 32 * i + 8 * q + 2 * w
-                low = Int32(0x8000) if signs[column] < 0.0 else Int32(0)
-                high = Int32(-0x80000000) if signs[column + 1] < 0.0 else Int32(0)
+                low = Int32(0x8000) if eight[2 * w] < 0.0 else Int32(0)
+                high = Int32(-0x80000000) if eight[2 * w + 1] < 0.0 else Int32(0)
                 masks[w, i] = low | high
         return masks
 
