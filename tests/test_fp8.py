@@ -416,7 +416,9 @@ def test_the_quantising_kernels_in_many_launches(dim, shape, chunk, monkeypatch)
     torch.cuda.synchronize()
     for one in found[1:]:
         for got, first in zip(one, found[0], strict=True):
-            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, first, strict=True) if b is not None)
+            assert all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, first, strict=True) if b is not None
+            )
     for (data, scale, mean, _), (want, want_scale, want_mean, _) in zip(
         found[0], (fp8.quantize_q(problem, FP8()), *fp8.quantize_kv(problem, FP8())), strict=True
     ):  # fmt: skip
