@@ -105,20 +105,20 @@ class QuantizeKernel:
         cute.arch.griddepcontrol_launch_dependents()
         n_parts, heads = parts.shape[2], mX.shape[2]
         index = behind + t - measures if to_write else ahead + t
-        unit, part = index // n_parts, index % n_parts
-        batch, head = unit // heads, unit % heads
+        uniform = cute.arch.make_warp_uniform  # scarce are the registers of a thread
+        unit, part = uniform(index // n_parts), uniform(index % n_parts)
+        batch, head = uniform(unit // heads), uniform(unit % heads)
         begin, end = self.range_of(visible, batch, mX.shape[1])
         first = part * rows
         last = cutlass.min(first + rows, mX.shape[1])
         x, own = mX[batch, None, head, None], parts[batch, head, None, None, None]
         middle = mean[batch, head, None] if const_expr(self.center) else None
-        masks = self.masks_of(signs) if const_expr(self.rotate) else None
         if to_write:
-            self.write(x, masks, ring, first, last, begin, end, own[0, 0, 0], middle, shared, turned, mY, mYt, batch, head)
+            self.write(x, signs, ring, first, last, begin, end, own[0, 0, 0], middle, shared, turned, mY, mYt, batch, head)
         else:
             low, high = cutlass.max(first, begin), cutlass.min(last, end)
             if const_expr(self.rotate):
-                self.measure_rotated(x, masks, ring, low, high, shared, own[part, None, None])
+                self.measure_rotated(x, signs, ring, low, high, shared, own[part, None, None])
             else:
                 self.measure_plain(x, low, high, shared, own[part, None, None])
             if self.is_last(counters.iterator + unit, n_parts, note):
@@ -139,10 +139,10 @@ class QuantizeKernel:
         return note[0] == n_parts - 1
 
     @cute.jit
-    def write(self, x, masks, ring, first, last, begin, end, inverse, mean, shared, turned, mY, mYt, batch, head):
+    def write(self, x, signs, ring, first, last, begin, end, inverse, mean, shared, turned, mY, mYt, batch, head):
         y = mY[batch, None, head, None]
         if const_expr(self.rotate):
-            self.write_rotated(x, masks, ring, first, last, begin, end, inverse, mean, shared, y)
+            self.write_rotated(x, signs, ring, first, last, begin, end, inverse, mean, shared, y)
         else:
             yt = mYt[batch, head, None, None] if const_expr(self.transpose) else None
             for tile in cutlass.range(cute.ceil_div(last - first, KEYS), unroll=1):
@@ -222,9 +222,9 @@ class QuantizeKernel:
                     x[e, 1, v // 2] = values[0] - values[1]
 
     @cute.jit
-    def measure_rotated(self, rows_of_x, masks, ring, low, high, shared, part):
+    def measure_rotated(self, rows_of_x, signs, ring, low, high, shared, part):
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        pair = self.hadamard16()
+        masks, pair = self.masks_of(signs), self.hadamard16()
         x = cute.make_rmem_tensor((8, 2, 2), Float32)
         halves = const_expr(min(self.dim // 64, 2) if self.center else self.dim // 64)
         top = Float32(0.0)
@@ -303,9 +303,9 @@ class QuantizeKernel:
                 part[2, column] = c
 
     @cute.jit
-    def write_rotated(self, rows_of_x, masks, ring, first, last, begin, end, inverse, mean, shared, rows_of_y):
+    def write_rotated(self, rows_of_x, signs, ring, first, last, begin, end, inverse, mean, shared, rows_of_y):
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        pair = self.hadamard16()
+        masks, pair = self.masks_of(signs), self.hadamard16()
         high = cutlass.max(cutlass.min(last, end), 1)
         low = cutlass.min(cutlass.max(first, begin), high - 1)
         factor = inverse * self.factor
