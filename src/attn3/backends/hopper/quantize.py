@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 128, 256)
 _PART_BYTES = 64 << 10  # of a part's rows, about
-_STEP = 128  # a part's rows are a multiple of it
+_TILE = 128  # a part is made up of tiles of so many rows
+_ORDER = 7
 _MOST_PARTS = 128  # of a head: one CTA puts them together
 _CHUNK_BYTES = 16 << 20  # of the heads that are measured in one launch and written in the next, from L2
 _UNITS = 256  # heads of all sequences whose counters are kept from call to call
@@ -55,7 +56,7 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
         ends = [n if isinstance(n, Tensor) else torch.full((batch,), n, device=x.device) for n in range_]
         visible = torch.stack(ends, 1).to(torch.int32).contiguous()
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=x.device)
-    units, (part_rows, parts, chunk) = batch * heads, partition(rows, dim)
+    units, (parts, chunk) = batch * heads, partition(rows, dim)
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale, mean = new(batch, heads), new(batch, heads, dim) if center else None
     v_t = torch.empty(transposed_shape(x), dtype=torch.uint8, device=x.device) if transpose else None
@@ -67,13 +68,12 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
         done = torch.zeros(units, dtype=torch.int32, device=x.device)
     with torch.cuda.device(x.device.index):
         kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), done,
-               scale, mean, data, v_t, part_rows, chunk)  # fmt: skip
+               scale, mean, data, v_t, chunk, _ORDER)  # fmt: skip
     return data.view(E4M3), scale, mean, v_t
 
 
-def partition(rows: int, dim: int) -> tuple[int, int, int]:
-    """(rows of a part, parts of a head, parts of the heads that are measured together)"""
-    part_rows = max(_PART_BYTES // (2 * dim), -(-rows // _MOST_PARTS))
-    part_rows = -(-part_rows // _STEP) * _STEP
-    parts = -(-rows // part_rows)
-    return part_rows, parts, parts * max(1, _CHUNK_BYTES // (2 * dim * rows))
+def partition(rows: int, dim: int) -> tuple[int, int]:
+    """(parts of a head, parts of the heads that are measured together)"""
+    tiles = -(-rows // _TILE)
+    parts = min(_MOST_PARTS, -(-tiles * _TILE * 2 * dim // _PART_BYTES), tiles)
+    return parts, parts * max(1, _CHUNK_BYTES // (2 * dim * rows))

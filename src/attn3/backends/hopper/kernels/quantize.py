@@ -13,7 +13,7 @@ least 64 apart are sums over several products. Nothing moves between threads.
 Rows out of use are neither measured nor copied: they become zeros.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -37,6 +37,19 @@ INF = float("inf")
 MANY = 2.0**20  # rows, about
 
 
+class Tiles(NamedTuple):
+    """The tiles of KEYS rows that make up a part"""
+
+    first: Int32
+    stride: Int32
+    count: Int32
+
+    def row(self, n, size):
+        """Where the n-th step of ``size`` rows begins."""
+        steps = KEYS // size
+        return (self.first + n // steps * self.stride) * KEYS + n % steps * size
+
+
 class QuantizeKernel:
     def __init__(self, dtype: str, dim: int, rotate: bool, center: bool, transpose: bool):
         self.dtype, self.dim, self.one = DTYPES[dtype], dim, ONE[dtype] * 0x10001
@@ -57,8 +70,8 @@ class QuantizeKernel:
         mean: cute.Tensor | None,  # (batch, heads, dim) float32
         mY: cute.Tensor,  # (batch, seqlen, heads, dim) bytes
         mYt: cute.Tensor | None,  # (batch, heads, dim, seqlen rounded up to 16) bytes
-        rows: Int32,  # of a part, a multiple of KEYS
         chunk: Int32,  # parts of the heads that are measured in one launch, and written in the next
+        order: Int32,
         stream,
     ):
         e4m3 = lambda t: cute.make_tensor(cute.recast_ptr(t.iterator, dtype=F8), t.layout)
@@ -70,7 +83,7 @@ class QuantizeKernel:
             behind, ahead = cutlass.max(i - 1, 0) * chunk, cutlass.min(i * chunk, total)
             measures = cutlass.min(ahead + chunk, total) - ahead
             self.kernel(
-                mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, rows, behind, ahead, measures, i
+                mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, behind, ahead, measures, i, order
             ).launch(grid=[measures + ahead - behind, 1, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream)  # fmt: skip
 
     def words_of(self, t: cute.Tensor) -> cute.Layout:
@@ -82,8 +95,8 @@ class QuantizeKernel:
     @cute.kernel
     def kernel(
         self, mX: cute.Tensor, signs: cute.Tensor | None, visible: cute.Tensor | None, parts: cute.Tensor, counters: cute.Tensor,
-        scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, rows: Int32,
-        behind: Int32, ahead: Int32, measures: Int32, launch: Int32,
+        scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, behind: Int32,
+        ahead: Int32, measures: Int32, launch: Int32, order: Int32,
     ):  # fmt: skip
         """A CTA for each part: first those to measure, [ahead, ahead + measures), then those to write, [behind, ahead).
 
@@ -104,23 +117,35 @@ class QuantizeKernel:
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         n_parts, heads = parts.shape[2], mX.shape[2]
-        index = behind + t - measures if to_write else ahead + t
         uniform = cute.arch.make_warp_uniform  # scarce are the registers of a thread
-        unit, part = uniform(index // n_parts), uniform(index % n_parts)
+        local, here, start = t, measures, ahead
+        if to_write:
+            local, here, start = t - measures, ahead - behind, behind
+            if (order & 4) != 0:
+                local = here - 1 - local
+        units = here // n_parts
+        unit, part = local // n_parts, local % n_parts
+        if (order & 1) != 0:
+            unit, part = local % units, local // units
+        unit, part = uniform(unit + start // n_parts), uniform(part)
         batch, head = uniform(unit // heads), uniform(unit % heads)
         begin, end = self.range_of(visible, batch, mX.shape[1])
-        first = part * rows
-        last = cutlass.min(first + rows, mX.shape[1])
+        n_tiles = cute.ceil_div(mX.shape[1], KEYS)
+        each = cute.ceil_div(n_tiles, n_parts)
+        tiles = Tiles(part * each, Int32(1), cutlass.max(cutlass.min(each, n_tiles - part * each), 0))
+        if (order & 2) != 0:
+            tiles = Tiles(part, n_parts, cute.ceil_div(n_tiles - part, n_parts))
+        if to_write and (order & 4) != 0:
+            tiles = Tiles(tiles.first + (tiles.count - 1) * tiles.stride, -tiles.stride, tiles.count)
         x, own = mX[batch, None, head, None], parts[batch, head, None, None, None]
         middle = mean[batch, head, None] if const_expr(self.center) else None
         if to_write:
-            self.write(x, signs, ring, first, last, begin, end, own[0, 0, 0], middle, shared, turned, mY, mYt, batch, head)
+            self.write(x, signs, ring, tiles, begin, end, own[0, 0, 0], middle, shared, turned, mY, mYt, batch, head)
         else:
-            low, high = cutlass.max(first, begin), cutlass.min(last, end)
             if const_expr(self.rotate):
-                self.measure_rotated(x, signs, ring, low, high, shared, own[part, None, None])
+                self.measure_rotated(x, signs, ring, tiles, begin, end, shared, own[part, None, None])
             else:
-                self.measure_plain(x, low, high, shared, own[part, None, None])
+                self.measure_plain(x, tiles, begin, end, shared, own[part, None, None])
             if self.is_last(counters.iterator + unit, n_parts, note):
                 self.settle(own, begin, end, shared, scale, batch, head, middle)
 
@@ -139,14 +164,14 @@ class QuantizeKernel:
         return note[0] == n_parts - 1
 
     @cute.jit
-    def write(self, x, signs, ring, first, last, begin, end, inverse, mean, shared, turned, mY, mYt, batch, head):
+    def write(self, x, signs, ring, tiles, begin, end, inverse, mean, shared, turned, mY, mYt, batch, head):
         y = mY[batch, None, head, None]
         if const_expr(self.rotate):
-            self.write_rotated(x, signs, ring, first, last, begin, end, inverse, mean, shared, y)
+            self.write_rotated(x, signs, ring, tiles, begin, end, inverse, mean, shared, y)
         else:
             yt = mYt[batch, head, None, None] if const_expr(self.transpose) else None
-            for tile in cutlass.range(cute.ceil_div(last - first, KEYS), unroll=1):
-                self.write_plain(x, first + tile * KEYS, begin, end, inverse, mean, y, turned, yt)
+            for n in cutlass.range(tiles.count, unroll=1):
+                self.write_plain(x, (tiles.first + n * tiles.stride) * KEYS, begin, end, inverse, mean, y, turned, yt)
 
     # ------------------------------------------------------------------------------------------------------- rotating
     # Bits of a column's number: a warp rotates 16 rows. Lane 4 g + q has columns 32 i + 8 q + e (e < 8) of rows g and g + 8, before
@@ -222,7 +247,7 @@ class QuantizeKernel:
                     x[e, 1, v // 2] = values[0] - values[1]
 
     @cute.jit
-    def measure_rotated(self, rows_of_x, signs, ring, low, high, shared, part):
+    def measure_rotated(self, rows_of_x, signs, ring, tiles, begin, end, shared, part):
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         masks, pair = self.masks_of(signs), self.hadamard16()
         x = cute.make_rmem_tensor((8, 2, 2), Float32)
@@ -233,19 +258,19 @@ class QuantizeKernel:
             least.fill(INF)
             most.fill(-INF)
             total.fill(0.0)
-            steps = cute.ceil_div(cutlass.max(high - low, 0), STEP)
+            steps = tiles.count * (KEYS // STEP) if end > begin else Int32(0)
             for i in cutlass.range_constexpr(STAGES - 1):
                 if i < steps:
-                    self.fetch(rows_of_x, ring, low + i * STEP, low, high, i)
+                    self.fetch(rows_of_x, ring, tiles.row(i, STEP), begin, end, i)
                 cute.arch.cp_async_commit_group()
             stage, ahead = Int32(0), Int32(STAGES - 1)
             for n in cutlass.range(steps, unroll=1):
                 if n + STAGES - 1 < steps:
-                    self.fetch(rows_of_x, ring, low + (n + STAGES - 1) * STEP, low, high, ahead)
+                    self.fetch(rows_of_x, ring, tiles.row(n + STAGES - 1, STEP), begin, end, ahead)
                 cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(STAGES - 1)
-                row = low + n * STEP + tid // 32 * 16 + lane // 4
-                weights = [Float32(1.0 / MANY) if row + 8 * r < high else Float32(0.0) for r in range(2)]  # scaled: no overflow
+                row = tiles.row(n, STEP) + tid // 32 * 16 + lane // 4
+                weights = [self.weight(row + 8 * r, begin, end) for r in range(2)]
                 for h in cutlass.range_constexpr(halves):
                     self.rotate_64(ring, stage, masks, pair, turn * halves + h, x)
                     for e in cutlass.range_constexpr(8):
@@ -278,6 +303,11 @@ class QuantizeKernel:
         self.pass_on(top, shared, part)
 
     @cute.jit
+    def weight(self, row, begin, end):
+        """Of a row in a sum; scaled, so that it cannot overflow. Rows out of use are read as copies of others."""
+        return Float32(1.0 / MANY) if (row >= begin) & (row < end) else Float32(0.0)
+
+    @cute.jit
     def pass_on(self, top, shared, part):
         """The warps' numbers of a part together -> the workspace"""
         tid = cute.arch.thread_idx()[0]
@@ -303,11 +333,11 @@ class QuantizeKernel:
                 part[2, column] = c
 
     @cute.jit
-    def write_rotated(self, rows_of_x, signs, ring, first, last, begin, end, inverse, mean, shared, rows_of_y):
+    def write_rotated(self, rows_of_x, signs, ring, tiles, begin, end, inverse, mean, shared, rows_of_y):
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         masks, pair = self.masks_of(signs), self.hadamard16()
-        high = cutlass.max(cutlass.min(last, end), 1)
-        low = cutlass.min(cutlass.max(first, begin), high - 1)
+        high = cutlass.max(end, 1)
+        low = cutlass.min(begin, high - 1)
         factor = inverse * self.factor
         x = cute.make_rmem_tensor((8, 2, 2), Float32)
         y, eight = cute.make_rmem_tensor(8, F8), cute.make_rmem_tensor(8, Float32)
@@ -318,18 +348,18 @@ class QuantizeKernel:
             for column in cutlass.range(tid, self.dim, THREADS, unroll=1):
                 shared[column, 0, 0] = mean[column] * -inverse
             cute.arch.sync_threads()
-        steps = cute.ceil_div(last - first, STEP)
+        steps, last = tiles.count * (KEYS // STEP), rows_of_x.shape[0]
         for i in cutlass.range_constexpr(STAGES - 1):
             if i < steps:
-                self.fetch(rows_of_x, ring, first + i * STEP, low, high, i)
+                self.fetch(rows_of_x, ring, tiles.row(i, STEP), low, high, i)
             cute.arch.cp_async_commit_group()
         stage, ahead = Int32(0), Int32(STAGES - 1)
         for n in cutlass.range(steps, unroll=1):
             if n + STAGES - 1 < steps:
-                self.fetch(rows_of_x, ring, first + (n + STAGES - 1) * STEP, low, high, ahead)
+                self.fetch(rows_of_x, ring, tiles.row(n + STAGES - 1, STEP), low, high, ahead)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(STAGES - 1)
-            row0 = first + n * STEP + tid // 32 * 16 + lane // 4
+            row0 = tiles.row(n, STEP) + tid // 32 * 16 + lane // 4
             for h in cutlass.range_constexpr(self.dim // 64):
                 self.rotate_64(ring, stage, masks, pair, h, x)
                 for i in cutlass.range_constexpr(2):
@@ -351,7 +381,7 @@ class QuantizeKernel:
 
     # ---------------------------------------------------------------------------------------------------- not rotating
     @cute.jit
-    def measure_plain(self, rows_of_x, low, high, shared, part):
+    def measure_plain(self, rows_of_x, tiles, begin, end, shared, part):
         tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         column, at_once = tid % self.across, THREADS // self.across
         raw = cute.make_rmem_tensor((8, AT_ONCE), self.dtype)
@@ -361,13 +391,14 @@ class QuantizeKernel:
         total.fill(0.0)
         top = Float32(0.0)
         step = const_expr(AT_ONCE * at_once)
-        for n in cutlass.range(cute.ceil_div(cutlass.max(high - low, 0), step), unroll=1):
-            row0 = low + n * step + tid // self.across
+        steps = tiles.count * (KEYS // step) if end > begin else Int32(0)
+        for n in cutlass.range(steps, unroll=1):
+            row0 = tiles.row(n, step) + tid // self.across
             for i in cutlass.range_constexpr(AT_ONCE):
-                row = cutlass.min(row0 + i * at_once, high - 1)
+                row = cutlass.max(cutlass.min(row0 + i * at_once, end - 1), begin)
                 cute.autovec_copy(self.columns(rows_of_x[row, None], column, 8), raw[None, i])
             for i in cutlass.range_constexpr(AT_ONCE):
-                weight = Float32(1.0 / MANY) if row0 + i * at_once < high else Float32(0.0)
+                weight = self.weight(row0 + i * at_once, begin, end)
                 for j in cutlass.range_constexpr(8):
                     v = raw[j, i].to(Float32)
                     if const_expr(self.center):
