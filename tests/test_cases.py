@@ -41,20 +41,13 @@ def test_sdpa(case: Case) -> None:
 def test_hopper(case: Case) -> None:
     problem = build(case, "cuda")
     reasons = registry.backends()["hopper"].refusals(problem)
-    if reasons and (case.may_refuse or beyond_kernels(problem)):
+    if reasons and case.may_refuse:
         return
     if case.fp8 is not None and (problem.packed or problem.softcap or problem.head_dim % 16):
         assert len(reasons) == 1 and "FP8" in reasons[0], reasons
         return
     assert not reasons, reasons
     _judge(case, problem, "hopper")
-
-
-def beyond_kernels(problem: Problem) -> bool:
-    """Mask and score programs run over dense batches whose every row and key is in use."""
-    p = problem
-    programs = p.mask_program is not None or p.score_program is not None
-    return programs and (p.packed or p.seqused_q is not None or p.seqused_k is not None)
 
 
 def _judge(case: Case, problem: Problem, backend: str) -> None:

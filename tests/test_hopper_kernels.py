@@ -48,6 +48,8 @@ def tuned_features() -> list[Features]:
         Features("float16", 72, 72, right=True, packed=True),
         Features("bfloat16", 64, 64, mask="dense", scores="alibi"),
         Features("bfloat16", 256, 256, mask="function"),
+        Features("bfloat16", 128, 128, packed=True, seqused_k=True, mask="documents"),
+        replace(causal, packed=True, scores="alibi"),
     ]
     return [*rows, *more]
 
@@ -73,6 +75,8 @@ def tuned_backward_features() -> list[BackwardFeatures]:
         BackwardFeatures("bfloat16", 128, 128, mask="documents"),
         BackwardFeatures("bfloat16", 256, 256, right=True, scores="curve"),
         BackwardFeatures("bfloat16", 128, 128, mask="documents", scores="learned", wanted=(0, 1)),
+        BackwardFeatures("bfloat16", 64, 64, packed=True, seqused_q=True, mask="documents"),
+        BackwardFeatures("bfloat16", 128, 128, right=True, packed=True, scores="alibi"),
     ]
     return [*rows, *more, *programs, BackwardFeatures("float16", 72, 40, packed=True)]
 

@@ -236,8 +236,96 @@ def test_another_tensor_needs_no_other_kernel() -> None:
     assert len(compile._kernels) == before
 
 
-def test_packed_sequences_are_refused_with_a_reason() -> None:
-    q = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16)
+LENGTHS = (0, 300, 1, 700, 129), (5, 300, 0, 837, 257)  # of packed sequences
+EXTRA = 37  # rows behind the last one
+
+
+def packed_problem(mask: Mask | None, score: Score | None, dim: int, used: bool, sinks: bool = False) -> Problem:
+    """NaN in whatever is not in use."""
+    new = lambda n, h: torch.randn(n, h, dim, device="cuda", dtype=torch.bfloat16, generator=seeded(n + h))
+    totals = [sum(lengths) + EXTRA for lengths in LENGTHS]
+    q, k, v = new(totals[0], HEADS), new(totals[1], KV_HEADS), new(totals[1], KV_HEADS)
+    offsets = [torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32) for lengths in LENGTHS]
+    in_use = [torch.tensor(lengths) for lengths in LENGTHS]
+    if used:
+        in_use = [torch.tensor(lengths) for lengths in ((0, 280, 1, 511, 0), (5, 129, 0, 700, 256))]
+    for tensors, offset, lengths in (((q,), offsets[0], in_use[0]), ((k, v), offsets[1], in_use[1])):
+        position = torch.arange(tensors[0].shape[0], device="cuda")
+        kept = torch.zeros_like(position, dtype=torch.bool)
+        for begin, n in zip(offset[:-1].tolist(), lengths.tolist(), strict=True):
+            kept |= (position >= begin) & (position < begin + n)
+        for t in tensors:
+            t[~kept] = float("nan")
+    given = {name: n.to("cuda", torch.int32) for name, n in zip(("seqused_q", "seqused_k"), in_use, strict=True)} if used else {}
+    return Problem.of(
+        q, k, v, mask=mask, score=score, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=max(LENGTHS[0]),
+        max_seqlen_k=max(LENGTHS[1]), sinks=torch.randn(HEADS, device="cuda", generator=seeded()) if sinks else None, **given,
+    )  # fmt: skip
+
+
+def packed_columns() -> Columns:
+    ends = whole(0, max(LENGTHS[0]) + 1, len(LENGTHS[0]), KV_HEADS, max(LENGTHS[1]), 2).sort(-1)[0]
+    return Columns(ends.contiguous(), causal=True)
+
+
+OF_PACKED: dict[str, Callable[[], tuple[Mask | None, Score | None]]] = {
+    "columns": lambda: (packed_columns(), None),
+    "chunked": lambda: (Chunked(100) & Causal(), None),
+    "prefix": lambda: (PrefixLM(torch.tensor([0, 100, 3, 611, 40], device="cuda")), None),
+    "dense": lambda: (DenseMask(chance(5, HEADS, 700, 837, density=0.3)), Softcap(20.0)),
+    "function": lambda: (MaskFunction(lambda b, h, q, k: (q - k) % (b + 3) != h), None),
+    "alibi": lambda: (Causal(), Alibi()),
+    "alibi_window": lambda: (Window(100, 3), Softcap(20.0) & Alibi()),
+    "bias": lambda: (None, Bias(torch.randn(5, HEADS, 700, 837, device="cuda", generator=seeded()).bfloat16())),
+    "both": lambda: (packed_columns(), ScoreFunction(lambda s, b, h, q, k: s + 0.01 * ((k - q) % 5) * (b + 1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["whole", "used"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", OF_PACKED)
+def test_packed_sequences(kind: str, dim: int, used: bool) -> None:
+    mask, score = OF_PACKED[kind]()
+    judge(packed_problem(mask, score, dim, used))
+    judge_gradients(packed_problem(mask, score, dim, used, sinks=dim == 128))
+
+
+def test_gradients_of_a_bias_of_packed_sequences() -> None:
+    bias = Bias(learned(5, HEADS, 700, 837))
+    judge_gradients(packed_problem(Causal(), bias, 128, True), [t for t in bias.tensors])
+
+
+@pytest.mark.parametrize("mask", ["documents_causal", "columns_4", "dense_empty_rows", "function"])
+def test_used_lengths_of_a_dense_batch(mask: str) -> None:
+    for dim in (64, 128, 256):
+        p = problem_of(MASKS[mask](), dim=dim)
+        used = {f"seqused_{of}": torch.tensor(n, device="cuda", dtype=torch.int32) for of, n in (("q", (700, 17)), ("k", (0, 611)))}
+        p.k[0], p.v[0], p.k[1, 611:], p.v[1, 611:], p.q[1, 17:] = (float("nan"),) * 5
+        p = Problem.of(p.q, p.k, p.v, mask=p.mask, **used)
+        judge(p)
+        judge_gradients(p)
+
+
+def test_packed_sequences_without_keys_queries_or_anything() -> None:
+    for lengths in (((3, 4), (0, 0)), ((0, 0), (3, 4)), ((), ())):
+        cu = [torch.tensor([0, *n], device="cuda").cumsum(0).to(torch.int32) for n in lengths]
+        q = torch.randn(9, HEADS, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        p = Problem.of(q, q[:, :2], q[:, :2], mask=Chunked(64), cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
+        out, _ = ops.forward(p, "hopper")
+        assert (out == 0).all()
+        (grad,) = torch.autograd.grad(out.sum(), q)
+        assert (grad == 0).all()
+
+
+def test_lengths_beyond_max_seqlen_read_nothing_foreign() -> None:
+    """A wrong call gets wrong numbers, and no memory that its tensors do not own."""
     cu = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
-    p = Problem.of(q, q, q, mask=Chunked(64), cu_seqlens_q=cu, cu_seqlens_k=cu)
-    assert any("packed" in reason for reason in registry.backends()["hopper"].refusals(p))
+    new = lambda: torch.randn(300, HEADS, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = new(), new(), new()
+    p = Problem.of(
+        q, k, v, mask=Documents(whole(0, 3, 2, 10), whole(0, 3, 2, 10)), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=10,
+        max_seqlen_k=10, score=Bias(learned(2, HEADS, 10, 10)),
+    )  # fmt: skip
+    out, _ = ops.forward(p, "hopper")
+    torch.autograd.grad(out.sum(), (q, *p.score.tensors))
+    torch.cuda.synchronize()

@@ -178,7 +178,7 @@ def test_bits_of_a_block(mask: str, columns: int, by_key: bool) -> None:
     def host(rows: cute.Tensor, firsts: cute.Tensor, out: cute.Tensor, tensors: tuple):
         for i in cutlass.range(len(spots)):
             bits = cute.make_rmem_tensor(2, cutlass.Int32)
-            at = part.Rectangle(0, 0, rows[i], firsts[i], height - 1, width - 1, by_key)
+            at = part.Rectangle(0, 0, rows[i], firsts[i], height - 1, width - 1, by_key, False)
             part.look(bits, columns, at, program.visible, tensors)
             out[i, 0], out[i, 1] = bits[0], bits[1]
 

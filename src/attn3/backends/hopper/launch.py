@@ -56,8 +56,10 @@ def forward(p: Problem) -> tuple[Tensor, Tensor | None]:
     key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *_changes(p), p.scale, p.return_lse,
            sinks is None, None if cu_q is None else cu_q.shape[0], used_q is None, used_k is None)  # fmt: skip
     plan = _plans.get(key)
+    if p.mask_program is not None and without_pairs(p):
+        return forward(_with_a_key(p))
     if plan is None:
-        if k.shape[-3] == 0:
+        if k.shape[-3] == 0 or p.packed and p.batch == 0:
             return forward(_with_a_key(p))
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
@@ -125,14 +127,6 @@ def captured(program: MaskProgram | ScoreProgram | None, device: torch.device) -
 def program_reasons(p: Problem) -> list[str]:
     """Why this backend cannot run the call's mask program and score program."""
     reasons = []
-    what = [repr(of) for of, program in ((p.mask, p.mask_program), (p.score, p.score_program)) if program is not None]
-    if not what:
-        return reasons
-    name = " and ".join(what)
-    if p.packed:
-        reasons.append(f"{name} over packed sequences is not supported on the GPU; pad them to a dense batch, or use backend='cpu'")
-    if p.seqused_q is not None or p.seqused_k is not None:
-        reasons.append(f"{name} with used lengths is not supported on the GPU; put them into the mask, or use backend='cpu'")
     for of, program in ((p.mask, p.mask_program), (p.score, p.score_program)):
         if program is not None and not all(t.numel() for t in program.tensors):
             reasons.append(f"{of!r} holds an empty tensor, of which a kernel can read nothing; leave it out, or use backend='cpu'")
@@ -201,6 +195,12 @@ def features_of(p: Problem, width: int | None = None) -> Features:
         scores=None if p.score_program is None else p.score_program.key,
         cap=None if p.score_program is None else p.softcap,
     )
+
+
+def without_pairs(p: Problem) -> bool:
+    """Is the block map empty, because no sequence has a query, or none a key?"""
+    sizes = p.mask_program.sizes
+    return not (sizes.batch and sizes.query_length and sizes.key_length)
 
 
 def _with_a_key(p: Problem) -> Problem:

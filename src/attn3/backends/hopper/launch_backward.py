@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn3.backends.hopper import compile, config, environment, maps
 from attn3.backends.hopper.config import BackwardFeatures, Programs
-from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, captured, for_tma
+from attn3.backends.hopper.launch import LOG2_E, SMALLEST_SCALE, captured, for_tma, without_pairs
 from attn3.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def backward(
     of_scores = [p.score_program.tensors[i] for i in wanted]
     sums = [t.new_zeros(t.shape or (1,), dtype=torch.float32) for t in of_scores]
     converted = lambda: [s.to(t.dtype).view(t.shape) for s, t in zip(sums, of_scores, strict=True)]
-    if q.numel() == 0 or out.numel() == 0 or k.shape[-3] == 0:
+    nothing = q.numel() == 0 or out.numel() == 0 or k.shape[-3] == 0 or p.batch == 0
+    if nothing or p.mask_program is not None and without_pairs(p):
         dsinks = None if p.sinks is None else _of_rows_without_keys(p, dlse)
         dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
         return dq, *(t.new_zeros(t.shape) for t in (k, v)), dsinks, converted()

@@ -157,7 +157,7 @@ class BackwardKernel:
         self.dq_columns = self.d if self.dq_by_rows else self.d // 2
         self.deterministic = features.deterministic
         self.programs = self.listed or self.score_program is not None
-        assert not (self.programs and self.used) and not (self.listed and (self.left or self.right or self.deterministic)), features
+        assert not (self.listed and (self.left or self.right or self.deterministic)), features
         self.rotates = tile.rotate and not (self.left or self.right or self.deterministic or self.listed)
         self.turn_warps = 2 if self.deterministic else 0
         self.sentinel = self.deterministic and self.by_keys  # or some warps would run out of registers
@@ -457,7 +457,8 @@ class BackwardKernel:
                     if const_expr(self.by_keys):
                         cute.arch.barrier_arrive(barrier_id=BAR_DS + 2 * (1 - qs.index) + w, number_of_threads=2 * WG)
                     pipe_q.consumer_wait(qs)
-                    self.clear_rows(sQ, qs.index, m, at, tid)
+                    first_m = steps if const_expr(self.listed) else m
+                    self.clear_rows(sQ, qs.index, first_m, at, tid)
                     issue(mma_s, S, views.rK, views.rQ[None, None, None, qs.index * self.units], True)
                     warpgroup.wait_group(0)
                 for i in cutlass.range(total, unroll=1):
@@ -474,8 +475,10 @@ class BackwardKernel:
                     if i + 1 < total:  # the last one computes its own S again, for nothing
                         nxt.advance()
                         ahead = m_next
+                    if const_expr(self.listed):
+                        ahead = steps
                     pipe_do.consumer_wait(dos)
-                    self.clear_rows(sdO, dos.index, m, at, tid)
+                    self.clear_rows(sdO, dos.index, now, at, tid)
                     if const_expr(not self.listed):
                         masked = m < at.full_begin
                         if const_expr(self.left):
@@ -558,9 +561,22 @@ class BackwardKernel:
         """(the map's row for a tile of keys and a query head, the blocks by position, the walk before the first one)"""
         if const_expr(not self.listed):
             return None, None, None
-        row = block_map[tile.span.batch, head, tile.n, None]
+        row, empty = self.row_of_map(block_map, tile, head)
         blocks = walk.blocks_of(row)
+        if const_expr(self.used):
+            end = Int32(0) if empty else blocks.end
+            blocks = blocks._replace(end=end)
         return row, blocks, walk.start(row, blocks.full_begin)
+
+    @cute.jit
+    def row_of_map(self, block_map, tile, head):
+        """(the map's row, does it count for nothing?): the map ends with the keys in use"""
+        n, empty = tile.n, False
+        if const_expr(self.used):
+            tiles = block_map.shape[2]
+            empty = (n >= tiles) | (tile.span.query_length == 0) | (tile.span.key_length == 0)
+            n = cutlass.min(n, tiles - 1)
+        return block_map[tile.span.batch, head, n, None], empty
 
     @cute.jit
     def told(self, steps, stage, m, tile: Tile, group):
@@ -578,7 +594,11 @@ class BackwardKernel:
         """tiles of queries that see a tile of keys, of all heads of the group"""
         total = Int32(0)
         for g in cutlass.range(group, unroll=1):
-            total += block_map[tile.span.batch, tile.kv_head * group + g, tile.n, 1]
+            row, empty = self.row_of_map(block_map, tile, tile.kv_head * group + g)
+            count = row[1]
+            if const_expr(self.used):
+                count = Int32(0) if empty else count
+            total += count
         return cute.arch.make_warp_uniform(total)
 
     @cute.jit
@@ -782,6 +802,10 @@ class BackwardKernel:
                 for i in cutlass.range_constexpr(2):
                     S_mn[r, 2 * j + i] = cute.math.exp2(S_mn[r, 2 * j + i] * c - pair[i], fastmath=True)
 
+    def rectangle(self, at: Place, head, first_row):
+        ends = at.key_length - 1, at.query_length - 1
+        return mask.Rectangle(at.batch, head, at.key, first_row + at.column, *ends, True, self.packed)
+
     @cute.jit
     def look(self, S_mn, masked, at: Place, head, first_row):
         """What a mask program says, asked while dP' is computed."""
@@ -789,7 +813,7 @@ class BackwardKernel:
             return None
         bits = cute.make_rmem_tensor(2, Int32)
         if masked:
-            here = mask.Rectangle(at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True)
+            here = self.rectangle(at, head, first_row)
             mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, at.captured)
         return bits
 
@@ -812,7 +836,7 @@ class BackwardKernel:
             raw = cute.make_rmem_tensor_like(S_mn)
             raw.store(S_mn.load())
         scale = inner if const_expr(self.features.cap is None) else self.features.cap
-        here = mask.Rectangle(at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True)
+        here = self.rectangle(at, head, first_row)
         return score.apply_program_and_slope(S_mn, slope, here, scale, self.score_program, at.captured_by_scores), raw
 
     @cute.jit
@@ -820,7 +844,7 @@ class BackwardKernel:
         """The gradients of tensors that a score program has captured, from dP' and P'."""
         if const_expr(raw is not None):
             scale = inner if const_expr(self.features.cap is None) else self.features.cap
-            here = mask.Rectangle(at.batch, head, at.key, first_row + at.column, at.key_length - 1, at.query_length - 1, True)
+            here = self.rectangle(at, head, first_row)
             score.add_gradients(
                 raw, P_mn, dP_mn, stat, here, scale, self.score_program, at.captured_by_scores, self.features.wanted, at.gradients
             )
@@ -963,8 +987,13 @@ class BackwardKernel:
 
     @cute.jit
     def clear_rows(self, s, stage, m, tile: Tile, tid):
-        """Zeros for the queries of tile m that see no key or are not in use: Q and dO may hold anything there; 0 * NaN is NaN."""
+        """Zeros for the queries of tile m that see no key or are not in use: Q and dO may hold anything there; 0 * NaN is NaN.
+
+        m: under a mask program the loader's words beside the stages.
+        """
         if const_expr(self.scrub):
+            if const_expr(isinstance(m, cute.Tensor)):
+                m = m[0, stage] >> 1
             first = m * self.bm
             if (first < tile.see_begin) | (first + self.bm > tile.see_end):
                 for u in cutlass.range_constexpr(self.units):

@@ -129,7 +129,7 @@ class ForwardKernel:
         self.used = self.packed or features.seqused_q or features.seqused_k
         self.scrub = self.used or self.left  # V's rows outside what is visible may hold NaN: zero them
         self.start = softmax.start_of(self.dtype)
-        assert not (self.programs and self.used) and not (self.listed and (self.left or self.right)), features
+        assert not (self.listed and (self.left or self.right)), features
         self.redos = 4 if self.packed else 16  # tiles that a warpgroup may mark to be done again
 
     # ------------------------------------------------------------------------------------------------------------ host
@@ -225,7 +225,7 @@ class ForwardKernel:
         t_full, t_empty = smem.allocate_array(Int64, 2), smem.allocate_array(Int64, 2)
         bars_k = smem.allocate_array(Int64, 2 * self.tile.stages_k)
         bars_v = smem.allocate_array(Int64, 2 * self.tile.stages_v)
-        words = TICKET if const_expr(self.packed) else 1
+        words = TICKET + self.programs if const_expr(self.packed) else 1
         ring = smem.allocate_tensor(Int32, cute.make_layout((words, 2)), 16)  # tickets, producer -> consumers
         marks = smem.allocate_tensor(Int32, cute.make_layout((words, self.wgs * self.redos)), 16)  # tickets to be done again
         flags = smem.allocate_tensor(Int32, cute.make_layout(8), 16)  # [2 w + parity]: the last tile that went wrong there
@@ -382,20 +382,21 @@ class ForwardKernel:
                     end = end - 1 if half else end
                 O.fill(0.0)
                 begin = Int32(blocks.begin + 1)
-                _first, walked = self.first_block(blocks, at.row_of_map)
+                last, walked = self.first_block(blocks, at.row_of_map)
                 if const_expr(self.listed):  # as far as every row has met a key, or to the end
                     begin = cute.arch.make_warp_uniform(blocks.end if exact else blocks.seen)
-                    ks, vs, walked = self.online_blocks(blocks.begin + 1, begin, True, whole, me, ks, vs, at, walked)
+                    ks, vs, walked, last = self.online_listed(blocks.begin + 1, begin, whole, me, ks, vs, at, walked, last, sV)
                 if const_expr(self.left):  # until every row has met a key that it sees
                     if blocks.begin * self.bn < at.key_length - at.query_length - left:
                         pipe_v.consumer_wait(vs)
                         self.scrub_v(sV, vs.index, blocks.begin, at, w)
-                    ks, vs, _w = self.online_blocks(begin, blocks.seen, True, whole, me, ks, vs, at)
+                    ks, vs = self.online_blocks(begin, blocks.seen, True, whole, me, ks, vs, at)
                     begin = blocks.seen
                 softmax.freeze(rows, c, self.start)
                 full_end = cutlass.min(cutlass.max(blocks.full_end, begin), end)
 
                 if const_expr(self.listed):  # none when exact
+                    self.scrub_listed(sV, vs, last, at, me, begin < end)
                     ks, vs = self.frozen_blocks(begin, end, False, whole, me, ks, vs, at, walked)
                 elif not exact:
                     ks, vs = self.frozen_blocks(begin, full_end, False, whole, me, ks, vs, at)
@@ -404,15 +405,17 @@ class ForwardKernel:
                         if half:
                             ks, vs = self.frozen_blocks(end, end + 1, True, narrow, me, ks, vs, at)
                 else:
-                    ks, vs, _w = self.online_blocks(begin, full_end, False, whole, me, ks, vs, at)
+                    ks, vs = self.online_blocks(begin, full_end, False, whole, me, ks, vs, at)
                     # the last block at full width
-                    ks, vs, _w = self.online_blocks(full_end, blocks.end, True, whole, me, ks, vs, at)
+                    ks, vs = self.online_blocks(full_end, blocks.end, True, whole, me, ks, vs, at)
                     softmax.freeze(rows, c, self.start)
                 if const_expr(not self.tile.q_in_registers):  # Q was read for the last time
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(q_empty + w)
                 pipe_v.consumer_wait(vs)
-                if const_expr(self.scrub):
+                if const_expr(self.listed):
+                    self.scrub_listed(sV, vs, last, at, me, begin == end)
+                elif const_expr(self.scrub):
                     self.scrub_v(sV, vs.index, blocks.end - 1, at, w)
                 if const_expr(self.half):  # (after the exact loop the second half of P is all zeros)
                     if half:
@@ -530,7 +533,8 @@ class ForwardKernel:
     @cute.jit
     def work(self, t, ticket, m_blocks, sections, heads, seqlen_q, seqlen_k, used_q, used_k):
         if const_expr(self.packed):
-            return Work(ticket[1], ticket[2], Int32(0), ticket[3], ticket[4], ticket[5], ticket[6], ticket[7])
+            batch = ticket[TICKET] if const_expr(self.programs) else Int32(0)
+            return Work(ticket[1], ticket[2], batch, ticket[3], ticket[4], ticket[5], ticket[6], ticket[7])
         m, head, batch = schedule.dense_tile(t, m_blocks, sections, heads)
         query_length, key_length = seqlen_q, seqlen_k
         if const_expr(used_q is not None):
@@ -561,7 +565,10 @@ class ForwardKernel:
     def blocks(self, work: Work, first_row, rows: cutlass.Constexpr, lists: Lists):
         """the key blocks of ``rows`` query rows from ``first_row`` on; under a mask program positions in the walk over its map"""
         if const_expr(self.listed):
-            return walk.blocks_of(self.row_of_map(work, lists))
+            outside = None
+            if const_expr(self.used):  # the map ends with the rows in use
+                outside = (work.m >= lists.block_map.shape[2]) | (work.query_length == 0)
+            return walk.blocks_of(self.row_of_map(work, lists), outside)
         bounds = lists.bounds
         found = visit(first_row, rows, self.bn, work.query_length, work.key_length, bounds[0], bounds[1], cutlass.min, cutlass.max)
         if const_expr(self.left or self.right or self.used):
@@ -574,7 +581,8 @@ class ForwardKernel:
     def row_of_map(self, work: Work, lists: Lists):
         if const_expr(not self.listed):
             return None
-        return lists.block_map[work.batch, work.head, work.m, None]
+        m = cutlass.min(work.m, lists.block_map.shape[2] - 1) if const_expr(self.used) else work.m
+        return lists.block_map[work.batch, work.head, m, None]
 
     @cute.jit
     def first_block(self, blocks, row_of_map):
@@ -751,24 +759,44 @@ class ForwardKernel:
         return softmax.add_and_vote(me.rows, sums, peaks, self.start)
 
     @cute.jit
-    def online_blocks(self, begin, end, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place, walked=None):
+    def online_blocks(self, begin, end, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place):
         """Blocks begin … end - 1 with a running maximum."""
         for n in cutlass.range(begin, end, unroll=1):
-            S = cute.make_rmem_tensor_like(ops.P, Float32)
-            block = n
-            if const_expr(self.listed):
-                block, walked = walk.step(at.row_of_map, walked)
-            self.products(n, block, masked, S, ops, me, ks, vs, at)
-            softmax.online(rows_view(S), me.c, me.rows, self.start)
-            warpgroup.wait_group(0)  # PV done: O may be rescaled and P overwritten
-            me.rings.v.consumer_release(vs)
-            O_mn = rows_view(me.O)
-            for r in cutlass.range_constexpr(2):
-                O_mn[r, None].store(O_mn[r, None].load() * me.rows.scale[r])
-            pack(S, ops.P)
+            self.online_step(n, n, masked, ops, me, ks, vs, at)
             ks.advance()
             vs.advance()
-        return ks, vs, walked
+        return ks, vs
+
+    @cute.jit
+    def online_listed(self, begin, end, ops: Operands, me: Consumer, ks, vs, at: Place, walked, last, sV):
+        """The same along the walk over a map. Returns also the number of the last block, ``last`` if there is none."""
+        for n in cutlass.range(begin, end, unroll=1):
+            self.scrub_listed(sV, vs, last, at, me, True)
+            last, walked = walk.step(at.row_of_map, walked)
+            self.online_step(n, last, True, ops, me, ks, vs, at)
+            ks.advance()
+            vs.advance()
+        return ks, vs, walked, last
+
+    @cute.jit
+    def online_step(self, n, block, masked: cutlass.Constexpr, ops: Operands, me: Consumer, ks, vs, at: Place):
+        S = cute.make_rmem_tensor_like(ops.P, Float32)
+        self.products(n, block, masked, S, ops, me, ks, vs, at)
+        softmax.online(rows_view(S), me.c, me.rows, self.start)
+        warpgroup.wait_group(0)  # PV done: O may be rescaled and P overwritten
+        me.rings.v.consumer_release(vs)
+        O_mn = rows_view(me.O)
+        for r in cutlass.range_constexpr(2):
+            O_mn[r, None].store(O_mn[r, None].load() * me.rows.scale[r])
+        pack(S, ops.P)
+
+    @cute.jit
+    def scrub_listed(self, sV, vs, block, at: Place, me: Consumer, wanted):
+        """Before PV of a block with the mask: only those reach behind the used keys."""
+        if const_expr(self.scrub):
+            if wanted:
+                me.rings.v.consumer_wait(vs)
+                self.scrub_v(sV, vs.index, block, at, me.w)
 
     @cute.jit
     def products(self, n, block, masked: cutlass.Constexpr, S, ops: Operands, me: Consumer, ks, vs, at: Place):
@@ -797,9 +825,10 @@ class ForwardKernel:
             return None
         bits = cute.make_rmem_tensor(2, Int32)
         if n < at.masked:
-            here = mask.Rectangle(
-                at.batch, at.head, at.row, block * self.bn + at.column, at.query_length - 1, at.key_length - 1, False
-            )
+            ends = at.query_length - 1, at.key_length - 1
+            if const_expr(self.used):  # a program is asked about position 0 where there is none; such rows are dead
+                ends = cutlass.max(ends[0], 0), cutlass.max(ends[1], 0)
+            here = mask.Rectangle(at.batch, at.head, at.row, block * self.bn + at.column, *ends, False, self.packed)
             mask.look(bits, cute.size(S_mn, mode=[1]), here, self.visible, me.of_mask)
         return bits
 
@@ -827,6 +856,6 @@ class ForwardKernel:
             score.softcap(S_mn, me.inner)
         if const_expr(self.apply is not None):
             scale = me.inner if const_expr(self.features.cap is None) else self.features.cap
-            score.apply_program(S_mn, at, block * self.bn, scale, self.apply, me.of_scores)
+            score.apply_program(S_mn, at, block * self.bn, scale, self.apply, me.of_scores, self.packed)
         elif const_expr(self.features.negative_scale):
             score.negate(S_mn)

@@ -37,6 +37,7 @@ class Rectangle(NamedTuple):
     last_row: Any  # positions behind these are hidden, and nobody is asked about them
     last_column: Any
     by_key: bool  # rows are keys and columns queries
+    guard: bool  # see program.ask
 
 
 @cute.jit
@@ -57,7 +58,7 @@ def look(bits, columns: Constexpr, at: Rectangle, visible: Constexpr, tensors):
             inside = cutlass.min(first + (j // 2 * 8 + j % 2), at.last_column)
             for r in cutlass.range_constexpr(2):
                 q, k = (inside, rows[r]) if const_expr(at.by_key) else (rows[r], inside)
-                seen = ask(rest, (at.batch, at.head, q, k), tensors)
+                seen = ask(rest, (at.batch, at.head, q, k), tensors, guard=at.guard)
                 some[r] = some[r] | (Int32(1 << j) if seen else Int32(0))
         for r in cutlass.range_constexpr(2):
             bits[r] = bits[r] | some[r] << (step * at_once)

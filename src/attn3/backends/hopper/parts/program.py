@@ -131,9 +131,15 @@ class Captured:
         return cutlass.max(cutlass.min(_select(i < 0, i + size, i), size - 1), kind(0))
 
 
-def ask(function: Callable[..., Any], place: tuple[Any, ...], tensors: tuple[cute.Tensor, ...] | None, *first: Any) -> Any:
-    """``function(*first, b, h, q, k, tensors)``; place: (b, h, q, k)."""
-    return bare(function(*map(wrap, first), *(Number(Int32(i)) for i in place), tuple(map(_captured, tensors or ()))))
+def ask(
+    function: Callable[..., Any], place: tuple[Any, ...], tensors: tuple[cute.Tensor, ...] | None, *first: Any, guard: bool = False
+) -> Any:
+    """``function(*first, b, h, q, k, tensors)``; place: (b, h, q, k).
+
+    guard: positions may lie outside, as those of packed calls whose max_seqlen is wrong do.
+    """
+    captured = tuple(_captured(t, guard) for t in tensors or ())
+    return bare(function(*map(wrap, first), *(Number(Int32(i)) for i in place), captured))
 
 
 # ---- gradients of what a score has captured
@@ -174,17 +180,19 @@ class _Reads:
         return score_math.Dual(value, 1.0)
 
 
-def terms(program: Any, place: tuple[Any, ...], tensors: tuple[cute.Tensor, ...], wanted: tuple[int, ...], s: Any) -> list[Term]:
+def terms(
+    program: Any, place: tuple[Any, ...], tensors: tuple[cute.Tensor, ...], wanted: tuple[int, ...], s: Any, guard: bool = False
+) -> list[Term]:
     """All elements of the ``wanted`` tensors that the new score of s depends on: each step is traced once more for each read."""
     at = tuple(Number(Int32(i)) for i in place)
     scores = [s]
     for step in program.parts:
-        scores.append(Float32(ask(step.apply, place, tensors, scores[-1])))
+        scores.append(Float32(ask(step.apply, place, tensors, scores[-1], guard=guard)))
     found, behind = [], 1.0  # behind: the derivative of all later steps
     for step, s in reversed(list(zip(program.parts, scores[:-1], strict=True))):
         for n in itertools.count():
             reads = _Reads(n, at[:2])
-            captured = tuple(_watched(t, i, reads) if i in wanted else _captured(t) for i, t in enumerate(tensors))
+            captured = tuple(_watched(t, i, reads, guard) if i in wanted else _captured(t, guard) for i, t in enumerate(tensors))
             new = step.apply(wrap(s), *at, captured)
             if reads.found is None:
                 break
@@ -192,17 +200,17 @@ def terms(program: Any, place: tuple[Any, ...], tensors: tuple[cute.Tensor, ...]
                 index, where_, same = reads.found
                 found.append(Term(bare(new.slope * behind), index, where_, same))
         if step is not program.parts[0]:
-            behind = wrap(ask(step.derivative, place, tensors, s)) * behind
+            behind = wrap(ask(step.derivative, place, tensors, s, guard=guard)) * behind
     return found
 
 
-def _watched(t: cute.Tensor, index: int, reads: _Reads) -> Any:
-    return reads.note(wrap(t[0]), index, (0,), (0,)) if isinstance(t.shape[0], int) else _Watched(t, index, reads)
+def _watched(t: cute.Tensor, index: int, reads: _Reads, guard: bool) -> Any:
+    return reads.note(wrap(t[0]), index, (0,), (0,)) if isinstance(t.shape[0], int) else _Watched(t, index, reads, guard)
 
 
-def _captured(t: cute.Tensor) -> Any:
+def _captured(t: cute.Tensor, guard: bool) -> Any:
     """compile.py describes a tensor without dimensions as one element, and no other tensor as of a static size"""
-    return wrap(t[0]) if isinstance(t.shape[0], int) else Captured(t)
+    return wrap(t[0]) if isinstance(t.shape[0], int) else Captured(t, guard)
 
 
 # ---- attn3.score_math

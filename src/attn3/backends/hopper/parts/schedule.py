@@ -12,13 +12,14 @@ from cutlass import Int32
 
 NO_TILE = 0x7FFFFFFF
 TAIL = 3  # tiles of the last section for each CTA, about: benchmarks/notes.md
-TICKET = 8  # words of a ring slot: tile id, m block, head, first row, rows, used rows, first key, used keys
+# words of a ring slot: tile id, m block, head, first row, rows, used rows, first key, used keys; under programs the sequence, too
+TICKET = 8
 
 
 class Work(NamedTuple):
     m: Any  # m block inside the sequence
     head: Any
-    batch: Any  # dense only
+    batch: Any  # packed: under programs only
     first_row: Any  # of the sequence, in packed q (dense: 0)
     rows: Any  # rows of the sequence that the output has
     query_length: Any  # rows in use
@@ -124,6 +125,8 @@ def packed_tile(t: Int32, first, base, group, seqs: Sequences, block_rows: cutla
         ticket[5] = cute.arch.shuffle_sync(group[3], lane)
         ticket[6] = cute.arch.shuffle_sync(group[4], lane)
         ticket[7] = cute.arch.shuffle_sync(group[5], lane)
+        if cutlass.const_expr(cute.size(ticket) > TICKET):
+            ticket[TICKET] = cutlass.min(first + lane, seqs.count - 1)
     return first, base
 
 
@@ -142,7 +145,7 @@ class Spans(NamedTuple):
 class Span(NamedTuple):
     """One sequence."""
 
-    batch: Any  # dense only
+    batch: Any
     first_row: Any  # in packed q (dense: 0)
     rows: Any  # that q has
     query_length: Any  # rows in use
@@ -183,7 +186,7 @@ def packed_span(seqs: Spans, b, block_rows: cutlass.Constexpr):
             used_k = within(seqs.used_k[b], keys)
     numbers = row, rows, used_q, key, keys, used_k, row // block_rows + b
     row, rows, used_q, key, keys, used_k, tile = (cute.arch.make_warp_uniform(n) for n in numbers)
-    return Span(Int32(0), row, rows, used_q, key, keys, used_k, tile)
+    return Span(cutlass.min(b, seqs.count - 1), row, rows, used_q, key, keys, used_k, tile)
 
 
 @cute.jit

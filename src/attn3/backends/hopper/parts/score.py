@@ -36,14 +36,14 @@ def negate(S_mn):
 
 
 @cute.jit
-def apply_program(S_mn, at, first_key, scale, apply: Constexpr, tensors):
-    """S <- apply(scale * S, b, h, q, k, tensors), traced. ``at``: where S lies (forward.Place); positions are those in use."""
-    last_row, last_key = at.query_length - 1, at.key_length - 1
+def apply_program(S_mn, at, first_key, scale, apply: Constexpr, tensors, guard: Constexpr):
+    """S <- apply(scale * S, b, h, q, k, tensors), traced. ``at``: where S lies (forward.Place); positions are in use, or 0."""
+    last_row, last_key = cutlass.max(at.query_length - 1, 0), cutlass.max(at.key_length - 1, 0)
     for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
         k = cutlass.min(first_key + at.column + (j // 2 * 8 + j % 2), last_key)
         for r in cutlass.range_constexpr(2):
             q = cutlass.min(at.row + 8 * r, last_row)
-            S_mn[r, j] = Float32(ask(apply, (at.batch, at.head, q, k), tensors, S_mn[r, j] * scale))
+            S_mn[r, j] = Float32(ask(apply, (at.batch, at.head, q, k), tensors, S_mn[r, j] * scale, guard=guard))
 
 
 @cute.jit
@@ -56,13 +56,13 @@ def apply_program_and_slope(S_mn, slope, at, scale, program: Constexpr, tensors)
         for r in cutlass.range_constexpr(2):
             place = at.batch, at.head, q, cutlass.min(at.row + 8 * r, at.last_row)
             s = S_mn[r, j] * scale
-            d = ask(program.derivative, place, tensors, s)
+            d = ask(program.derivative, place, tensors, s, guard=at.guard)
             if const_expr(not (isinstance(d, (int, float)) and d == 1)):
                 if const_expr(slope is None):
                     slope = cute.make_rmem_tensor_like(S_mn)
                     slope.fill(1.0)
                 slope[r, j] = slope[r, j] * d
-            S_mn[r, j] = Float32(ask(program.apply, place, tensors, s))
+            S_mn[r, j] = Float32(ask(program.apply, place, tensors, s, guard=at.guard))
     return slope
 
 
@@ -84,7 +84,7 @@ def add_gradients(raw, P_mn, dP_mn, stat, at, scale, program, tensors, wanted, b
             real = (p > 0.0) & (row <= at.last_row) & (column <= at.last_column)
             ds = p * (dP_mn[r, j] - pair[j % 2])
             place = at.batch, at.head, cutlass.min(column, at.last_column), cutlass.min(row, at.last_row)
-            for n, term in enumerate(terms(program, place, tensors, wanted, raw[r, j] * scale)):
+            for n, term in enumerate(terms(program, place, tensors, wanted, raw[r, j] * scale, at.guard)):
                 value, buffer = ds * Float32(term.slope), buffers[wanted.index(term.tensor)]
                 if term.same_for_all:
                     before, _ = sums.get(n, (Float32(0.0), None))

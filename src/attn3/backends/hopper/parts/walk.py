@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from attn3.backends.hopper.maps import HEADER, take
 from attn3.masks import Blocks
@@ -21,9 +21,15 @@ def words_of(row):
 
 
 @cute.jit
-def blocks_of(row):
-    """``Blocks`` in positions of the walk. Rows of queries may meet their first key only in the first block without a mask."""
-    partial, count = cute.arch.make_warp_uniform(row[0]), cute.arch.make_warp_uniform(row[1])
+def blocks_of(row, outside=None):
+    """``Blocks`` in positions of the walk. Rows of queries may meet their first key only in the first block without a mask.
+
+    outside: the tile has no row of its own, and visits one block with the mask.
+    """
+    partial, count = row[0], row[1]
+    if const_expr(outside is not None):
+        partial, count = (Int32(1) if outside else n for n in (partial, count))
+    partial, count = cute.arch.make_warp_uniform(partial), cute.arch.make_warp_uniform(count)
     return Blocks(Int32(0), cutlass.min(partial + 1, count), partial, count, count)
 
 
