@@ -46,7 +46,6 @@ class Fp8Tile:
     stages: int
     late: bool  # PV is waited for after the exponentials, not before them
     parts: int  # more than 1: PV is computed in parts of V's columns, after the softmax (a promoted head_dim_v of 256)
-    polynomials: int = 0  # eighths of the exponentials that the FMA units compute, in the exact mode
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         rows = 64 * self.warpgroups
@@ -62,7 +61,6 @@ class Fp8Tile:
         assert registers <= have, f"{self}: {registers} registers for the accumulators, {have} available"
         assert self.block_keys % 32 == 0, f"{self}: a block of keys must be a multiple of 32, the k of an FP8 product"
         assert not features.fast or not self.late, "the fast mode writes P directly, so PV must have read the one before"
-        assert 0 <= self.polynomials < 8, f"{self}: polynomials counts eighths"
         assert not features.blocks or self.block_keys == K_BLOCK, "a block of keys has one scale"
 
 

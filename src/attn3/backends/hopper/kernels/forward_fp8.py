@@ -435,7 +435,7 @@ class Fp8ForwardKernel(ForwardKernel):
     @cute.jit
     def exponentials(self, S, f, base, rows):
         if const_expr(not self.fast):
-            fp8.exponentials(rows_view(S), f, base, rows, self.tile.polynomials)
+            fp8.exponentials(rows_view(S), f, base, rows)
 
     @cute.jit
     def quantize(self, S, f, base, P):

@@ -83,33 +83,11 @@ def maximum(S_mn, c, rows: Fp8Rows, guarded: Constexpr):
     return base
 
 
-def exp2_by_polynomial(x):
-    """2^x for x < 128 on the FMA units: a relative error of 7.5e-5, where e4m3 rounds by 6e-2. 2^-126 for whatever is below.
-
-    2^n 2^f with n = round(x): n is added to the exponent of a polynomial in f whose coefficients make the largest relative error
-    over [-1/2, 1/2] the least.
-    """
-    return cute.arch.inline_ptx(
-        "{ .reg .f32 x, r, f, p; .reg .b32 n, b; max.f32 x, {$r0}, 0fC2FC0000; add.rn.f32 r, x, 0f4B400000; "
-        "sub.rn.f32 f, r, 0f4B400000; sub.rn.f32 f, x, f; fma.rn.f32 p, f, 0f3D61FB53, 0f3E786EE6; fma.rn.f32 p, p, f, 0f3F31798D; "
-        "fma.rn.f32 p, p, f, 0f3F7FFB4A; mov.b32 n, r; mov.b32 b, p; shl.b32 n, n, 23; add.s32 b, b, n; mov.b32 {$w0}, b; }",
-        write_only_types=[Float32], read_only_args=[x],
-    )  # fmt: skip
-
-
 @cute.jit
-def exponentials(S_mn, c, base, rows: Fp8Rows, eighths: Constexpr):
-    """S <- 2^(c S - base), added to rows.sum; so many eighths of the columns by polynomials"""
+def exponentials(S_mn, c, base, rows: Fp8Rows):
+    """S <- 2^(c S - base), added to rows.sum"""
     for r in cutlass.range_constexpr(2):
-        if const_expr(eighths == 0):
-            S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * c - base[r], fastmath=True))
-        else:
-            for j in cutlass.range_constexpr(cute.size(S_mn, mode=[1])):
-                x = S_mn[r, j] * c - base[r]
-                if const_expr((j + 1) * eighths // 8 > j * eighths // 8):
-                    S_mn[r, j] = exp2_by_polynomial(x)
-                else:
-                    S_mn[r, j] = cute.math.exp2(x, fastmath=True)
+        S_mn[r, None].store(cute.math.exp2(S_mn[r, None].load() * c - base[r], fastmath=True))
         rows.sum[r] = rows.sum[r] * rows.alpha[r] + add(block_sums(S_mn, r))
 
 
