@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 128, 256)
 _PART_BYTES = 64 << 10  # of a part's rows, about
 _TILE = 128  # a part is made up of tiles of so many rows
-_ORDER = 7
 _MOST_PARTS = 128  # of a head: one CTA puts them together
 _CHUNK_BYTES = 16 << 20  # of the heads that are measured in one launch and written in the next, from L2
 _UNITS = 256  # heads of all sequences whose counters are kept from call to call
@@ -68,7 +67,7 @@ def _quantize(p: Problem, x: Tensor, keys: bool, seed: int | None, center: bool,
         done = torch.zeros(units, dtype=torch.int32, device=x.device)
     with torch.cuda.device(x.device.index):
         kernel(for_tma(x), None if seed is None else signs(dim, seed, x.device), visible, new(batch, heads, parts, 3, dim), done,
-               scale, mean, data, v_t, chunk, _ORDER)  # fmt: skip
+               scale, mean, data, v_t, chunk)  # fmt: skip
     return data.view(E4M3), scale, mean, v_t
 
 

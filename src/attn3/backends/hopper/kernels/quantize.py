@@ -71,7 +71,6 @@ class QuantizeKernel:
         mY: cute.Tensor,  # (batch, seqlen, heads, dim) bytes
         mYt: cute.Tensor | None,  # (batch, heads, dim, seqlen rounded up to 16) bytes
         chunk: Int32,  # parts of the heads that are measured in one launch, and written in the next
-        order: Int32,
         stream,
     ):
         e4m3 = lambda t: cute.make_tensor(cute.recast_ptr(t.iterator, dtype=F8), t.layout)
@@ -83,7 +82,7 @@ class QuantizeKernel:
             behind, ahead = cutlass.max(i - 1, 0) * chunk, cutlass.min(i * chunk, total)
             measures = cutlass.min(ahead + chunk, total) - ahead
             self.kernel(
-                mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, behind, ahead, measures, i, order
+                mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, behind, ahead, measures, i
             ).launch(grid=[measures + ahead - behind, 1, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream)  # fmt: skip
 
     def words_of(self, t: cute.Tensor) -> cute.Layout:
@@ -96,7 +95,7 @@ class QuantizeKernel:
     def kernel(
         self, mX: cute.Tensor, signs: cute.Tensor | None, visible: cute.Tensor | None, parts: cute.Tensor, counters: cute.Tensor,
         scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, behind: Int32,
-        ahead: Int32, measures: Int32, launch: Int32, order: Int32,
+        ahead: Int32, measures: Int32, launch: Int32,
     ):  # fmt: skip
         """A CTA for each part: first those to measure, [ahead, ahead + measures), then those to write, [behind, ahead).
 
@@ -121,22 +120,12 @@ class QuantizeKernel:
         local, here, start = t, measures, ahead
         if to_write:
             local, here, start = t - measures, ahead - behind, behind
-            if (order & 4) != 0:
-                local = here - 1 - local
-        units = here // n_parts
-        unit, part = local // n_parts, local % n_parts
-        if (order & 1) != 0:
-            unit, part = local % units, local // units
-        unit, part = uniform(unit + start // n_parts), uniform(part)
+        # heads beside each other, a part spread over the rows: what is read at a time lies together, as in a copy
+        side_by_side = here // n_parts
+        unit, part = uniform(start // n_parts + local % side_by_side), uniform(local // side_by_side)
         batch, head = uniform(unit // heads), uniform(unit % heads)
         begin, end = self.range_of(visible, batch, mX.shape[1])
-        n_tiles = cute.ceil_div(mX.shape[1], KEYS)
-        each = cute.ceil_div(n_tiles, n_parts)
-        tiles = Tiles(part * each, Int32(1), cutlass.max(cutlass.min(each, n_tiles - part * each), 0))
-        if (order & 2) != 0:
-            tiles = Tiles(part, n_parts, cute.ceil_div(n_tiles - part, n_parts))
-        if to_write and (order & 4) != 0:
-            tiles = Tiles(tiles.first + (tiles.count - 1) * tiles.stride, -tiles.stride, tiles.count)
+        tiles = Tiles(part, n_parts, cute.ceil_div(cute.ceil_div(mX.shape[1], KEYS) - part, n_parts))
         x, own = mX[batch, None, head, None], parts[batch, head, None, None, None]
         middle = mean[batch, head, None] if const_expr(self.center) else None
         if to_write:
