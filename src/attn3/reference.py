@@ -127,16 +127,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: Score | None, sc
     for begin in range(0, batch, sequences_at_once):
         some = slice(begin, begin + sequences_at_once)
         pieces = [
-            _rows(
-                q[some, i : i + rows_at_once],
-                k[some],
-                v[some],
-                seen[:, i : i + rows_at_once],
-                partial(change, first=i),
-                scale,
-                sinks,
-                round_p,
-            )  # fmt: skip
+            _rows(q[some, i : i + rows_at_once], k[some], v[some], seen[:, i : i + rows_at_once], partial(change, first=i), scale,
+                  sinks, round_p)  # fmt: skip
             for i in range(0, rows, rows_at_once)
         ]
         outs.append(torch.cat([out for out, _ in pieces], 1))
