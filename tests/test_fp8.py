@@ -14,7 +14,7 @@ import attn3.registry
 from attn3 import FP8, AttentionError, Unsupported, fp8
 from attn3.backends.hopper import environment, quantize
 from attn3.backends.hopper.config_fp8 import QuantizeFeatures
-from attn3.backends.hopper.quantize import partition
+from attn3.backends.hopper.quantize import parts_of
 from attn3.flash_attn_interface import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from attn3.ops import quantize as quantized_problem
 from attn3.problem import Problem
@@ -270,10 +270,13 @@ def test_what_rounding_leaves_after_the_mean_becomes_zeros(keys, scaling):
     torch.testing.assert_close(out, v[:, :1].expand_as(out))
 
 
-@pytest.mark.parametrize(("rows", "dim"), [(1, 64), (16384, 128), (333, 64), (16384, 256), (70000, 128), (4096, 64), (1 << 20, 64)])
-def test_parts_of_the_quantising_kernel(rows, dim):
-    parts, chunk = partition(rows, dim)
-    assert 0 < parts <= 128 and parts <= -(-rows // 128) and chunk % parts == 0 and chunk > 0
+@pytest.mark.parametrize(
+    ("rows", "dim", "units"), [(1, 64, 1), (16384, 128, 16), (333, 64, 600), (70000, 128, 3), (1 << 20, 64, 1)]
+)
+def test_parts_of_the_quantising_kernel(rows, dim, units):
+    parts = parts_of(rows, dim, units, 132)
+    assert 1 <= parts <= min(128, -(-rows // 128))
+    assert parts == 16 or (rows, dim, units) != (16384, 128, 16)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -397,11 +400,11 @@ def test_the_quantising_kernels(dim, precision, used, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 129, 3, 1), (1, 5000, 3, 3), (300, 70, 2, 1), (1, 16384, 4, 2)], ids=str)
-@pytest.mark.parametrize("chunk", [1 << 20, 16 << 20])
-def test_the_quantising_kernels_in_many_launches(dim, shape, chunk, monkeypatch):
-    """Whatever is measured and written together; every call gives the same bits, captured or not."""
+@pytest.mark.parametrize("ctas", [1, 2, 9])
+def test_the_quantising_kernels_in_parts(dim, shape, ctas, monkeypatch):
+    """Into however many parts heads are cut; every call gives the same bits, captured or not."""
     batch, rows, heads, kv_heads = shape
-    monkeypatch.setattr(quantize, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(quantize, "_CTAS", ctas)
     q, k, v = on_gpu(*normal((batch, rows, heads, dim), (batch, rows, kv_heads, dim), (batch, rows, kv_heads, dim)))
     problem = Problem.of(q, k + 1, v + 2)
     hopper = attn3.registry.backends()["hopper"]

@@ -36,7 +36,6 @@ def _quantize(features: QuantizeFeatures) -> tuple[Any, list[Any]]:
         tensor(Float32, 4, batch, heads, f.head_dim) if f.center else None,
         tensor(Uint8, 16, batch, seqlen, heads, f.head_dim),
         tensor(Uint8, 16, batch, heads, f.head_dim, padded) if f.transpose else None,
-        Int32(1),
     ]  # fmt: skip
 
 

@@ -1,10 +1,9 @@
-"""q, k or v in 16 bits -> e4m3 with one scale for each (sequence, head): launches in a row, one read from memory.
+"""q, k or v in 16 bits -> e4m3 with one scale for each (sequence, head): two launches, two reads of the input.
 
 A head is cut into parts of rows. ``measure``: the least, the largest and the sum of every column of a part (the largest magnitude
 alone, where no mean is taken out). Who measures a head's last part settles it (``settle``): the mean of each column and, exactly,
 the largest magnitude after taking it out, so the scale. ``write`` stores a part: rotated, centred and scaled; V also transposed,
-its keys in ``attn3.fp8.KEY_ORDER``. Each launch measures some heads and writes those of the launch before, few enough for
-their second read to come from L2; the order of launches is all that anybody waits for.
+its keys in ``attn3.fp8.KEY_ORDER``. All heads are measured in one launch and written in the next: nobody waits for another CTA.
 
 Rows are rotated (random signs and a Walsh-Hadamard transform) by tensor cores, whose products of a 16-bit number and 1 or -1 are
 exact: four of the transform's stages are products with a 16 x 16 matrix, two are additions in registers, and those of columns at
@@ -70,20 +69,16 @@ class QuantizeKernel:
         mean: cute.Tensor | None,  # (batch, heads, dim) float32
         mY: cute.Tensor,  # (batch, seqlen, heads, dim) bytes
         mYt: cute.Tensor | None,  # (batch, heads, dim, seqlen rounded up to 16) bytes
-        chunk: Int32,  # parts of the heads that are measured in one launch, and written in the next
         stream,
     ):
         e4m3 = lambda t: cute.make_tensor(cute.recast_ptr(t.iterator, dtype=F8), t.layout)
         words = None
         if const_expr(self.transpose):
             words = cute.make_tensor(cute.recast_ptr(mYt.iterator, dtype=Int32), self.words_of(mYt))
-        total = mX.shape[0] * mX.shape[2] * parts.shape[2]
-        for i in cutlass.range(cute.ceil_div(total, chunk) + 1, unroll=1):
-            behind, ahead = cutlass.max(i - 1, 0) * chunk, cutlass.min(i * chunk, total)
-            measures = cutlass.min(ahead + chunk, total) - ahead
-            self.kernel(
-                mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, behind, ahead, measures, i
-            ).launch(grid=[measures + ahead - behind, 1, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream)  # fmt: skip
+        for to_write in cutlass.range(2, unroll=1):
+            self.kernel(mX, signs, visible, parts, counters, scale, mean, e4m3(mY), words, to_write).launch(
+                grid=[mX.shape[0] * mX.shape[2] * parts.shape[2], 1, 1], block=[THREADS, 1, 1], use_pdl=True, stream=stream
+            )
 
     def words_of(self, t: cute.Tensor) -> cute.Layout:
         """The layout of (batch, heads, dim, keys) bytes as 4-byte words; every stride is a multiple of 16."""
@@ -94,14 +89,9 @@ class QuantizeKernel:
     @cute.kernel
     def kernel(
         self, mX: cute.Tensor, signs: cute.Tensor | None, visible: cute.Tensor | None, parts: cute.Tensor, counters: cute.Tensor,
-        scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, behind: Int32,
-        ahead: Int32, measures: Int32, launch: Int32,
+        scale: cute.Tensor, mean: cute.Tensor | None, mY: cute.Tensor, mYt: cute.Tensor | None, to_write: Int32,
     ):  # fmt: skip
-        """A CTA for each part: first those to measure, [ahead, ahead + measures), then those to write, [behind, ahead).
-
-        Writing waits for the launch before, in which the heads were settled. Measuring waits in the first launch only, for
-        whoever made the input and used the workspace: no launch begins before every CTA of the one before let it.
-        """
+        """A CTA for each part. Writing goes backwards: what was measured last is still in L2."""
         smem = cutlass.memory.SmemAllocator()
         shared = smem.allocate_tensor(Float32, cute.make_layout((self.dim, 3, WARPS)), 16)
         ring = turned = None
@@ -110,25 +100,24 @@ class QuantizeKernel:
         if const_expr(self.transpose):
             turned = smem.allocate_tensor(Int32, cute.make_layout((PITCH, self.dim)), 16)  # (word, column)
         note = smem.allocate_tensor(Int32, cute.make_layout(1), 16)  # what thread 0 tells the others
-        t = Int32(cute.arch.block_idx()[0])
-        to_write = t >= measures
-        if launch == 0 or to_write:
-            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_wait()  # for whoever made the input and used the workspace, or for what was measured
         cute.arch.griddepcontrol_launch_dependents()
         n_parts, heads = parts.shape[2], mX.shape[2]
+        units = mX.shape[0] * heads
         uniform = cute.arch.make_warp_uniform  # scarce are the registers of a thread
-        local, here, start = t, measures, ahead
-        if to_write:
-            local, here, start = t - measures, ahead - behind, behind
+        index = Int32(cute.arch.block_idx()[0])
+        if to_write != 0:
+            index = units * n_parts - 1 - index
         # heads beside each other, a part spread over the rows: what is read at a time lies together, as in a copy
-        side_by_side = here // n_parts
-        unit, part = uniform(start // n_parts + local % side_by_side), uniform(local // side_by_side)
+        unit, part = uniform(index % units), uniform(index // units)
         batch, head = uniform(unit // heads), uniform(unit % heads)
         begin, end = self.range_of(visible, batch, mX.shape[1])
         tiles = Tiles(part, n_parts, cute.ceil_div(cute.ceil_div(mX.shape[1], KEYS) - part, n_parts))
+        if to_write != 0:
+            tiles = Tiles(tiles.first + (tiles.count - 1) * tiles.stride, -tiles.stride, tiles.count)
         x, own = mX[batch, None, head, None], parts[batch, head, None, None, None]
         middle = mean[batch, head, None] if const_expr(self.center) else None
-        if to_write:
+        if to_write != 0:
             self.write(x, signs, ring, tiles, begin, end, own[0, 0, 0], middle, shared, turned, mY, mYt, batch, head)
         else:
             if const_expr(self.rotate):
