@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Iterable
 
 import pytest
 import sass
@@ -12,7 +13,7 @@ import torch
 
 from attn3 import score_math
 from attn3.backends.hopper import config, config_decode, environment
-from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs
+from attn3.backends.hopper.config import BackwardFeatures, BackwardRow, Features, Programs, TunedRow
 from attn3.backends.hopper.config_decode import DecodeFeatures
 from attn3.backends.hopper.config_fp8 import Fp8Features, choose
 from attn3.masks import Causal, Columns, DenseMask, MaskFunction
@@ -27,14 +28,21 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+def kinds(row: TunedRow | BackwardRow, every: Iterable[str]) -> list[str]:
+    """The kinds of masks with which a row is compiled: all, but one alone (causal, if the row has it) of what a neighbour lent."""
+    every = list(every)
+    if "nearest" not in row.provenance:
+        return every
+    return ["right"] if "right" in every else every[:1]
+
+
 def tuned_features() -> list[Features]:
     """One kernel for each tuned row and mask kind, and the options that change the loops on top of the common rows."""
     options = {kind: {"left": left, "right": right} for kind, (left, right) in MASKS.items()} | {"program": {"mask": "documents"}}
     rows = [
         Features("bfloat16", row.head_dim, row.head_dim_v, **options[kind])
         for row in config.tuned()
-        for kind in row.masks
-        if kind != "program" or row.head_dim == row.head_dim_v
+        for kind in kinds(row, row.masks)
     ]
     causal = Features("bfloat16", 128, 128, right=True)
     more = [
@@ -56,9 +64,9 @@ def tuned_features() -> list[Features]:
 
 def tuned_backward_features() -> list[BackwardFeatures]:
     rows = [
-        BackwardFeatures("bfloat16", row.head_dim, row.head_dim_v, left=left, right=right)
+        BackwardFeatures("bfloat16", row.head_dim, row.head_dim_v, left=MASKS[kind][0], right=MASKS[kind][1])
         for row in config.tuned_backward()
-        for left, right in MASKS.values()
+        for kind in kinds(row, MASKS)
     ]
     more = [
         replace(BackwardFeatures("bfloat16", dim, dim, right=True), **options)
