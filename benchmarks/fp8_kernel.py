@@ -46,7 +46,7 @@ TILES: dict[tuple[int, bool], list[Fp8Tile]] = {
         (64, True): [(2, 192, 2, False, 1), (2, 192, 3, False, 1), (2, 160, 2, False, 1), (2, 128, 2, False, 1)],
         (128, False): [(2, 128, 2, False, 1), (2, 128, 3, False, 1), (2, 128, 2, True, 1), (2, 96, 2, False, 1)],
         (128, True): [(2, 128, 2, False, 1), (2, 128, 3, False, 1), (2, 96, 2, False, 1)],
-        (256, False): [(2, 128, 2, False, 4), (2, 64, 2, False, 2), (2, 96, 2, False, 4), (2, 128, 2, True, 1)],
+        (256, False): [(2, 128, 2, False, 4), (2, 128, 2, False, 8), (2, 96, 2, False, 4), (2, 128, 2, True, 1)],
         (256, True): [(2, 128, 2, False, 1), (2, 96, 2, False, 1), (2, 128, 2, False, 4)],
     }.items()
 }

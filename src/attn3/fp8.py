@@ -29,7 +29,9 @@ E4M3_MAX = 448.0
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 P_SHIFT = 8  # probabilities are held times 2^8: the largest is then 256, and what follows has most of e4m3's range below it
 Q_BLOCK = K_BLOCK = 128  # rows of one scale with scaling="block"; a multiple of a warpgroup's rows, a divisor of a tile's keys
-SMALLEST_SCALE = 1e-30  # of a group of zeros, which then are 0 / 1e-30
+SMALLEST_SCALE = 1e-30
+ZERO_SCALE = 1.0  # of a group of zeros
+ZEROS_BELOW = 2.0**-17  # what is left of a group after its mean, relative to its largest number, is rounding alone: zeros
 WIDEST_PROMOTED = 128
 _CHOICES = {"mode": ("exact", "fast"), "scaling": ("head", "block", "tensor")}
 
@@ -352,6 +354,7 @@ def _quantize(
         part = part.float() if some is None else torch.where(some[..., None, None], part.float(), 0.0)
         if rotate:
             part = rotated(part, precision.seed)
+        whole = _largest(part, block, channels) if center else None
         if center:
             count = part.shape[1] if some is None else some.sum(1)[:, None, None, None]
             mean = (part / (max(count, 1) if some is None else count.clamp(min=1))).sum(1)  # divided first: it cannot overflow
@@ -359,6 +362,8 @@ def _quantize(
             if some is not None:
                 part = torch.where(some[..., None, None], part, 0.0)
             means.append(mean)
+            small = _per_row_of_group(_largest(part, block, channels) <= whole * ZEROS_BELOW, part.shape[1], block, channels)
+            part = part.masked_fill(small, 0.0)
         prepared.append(part)
     data = torch.zeros(x.shape, dtype=E4M3, device=x.device)
     mean = torch.cat(means) if means else x.new_zeros(0, heads, dim, dtype=torch.float32) if center else None
@@ -369,19 +374,25 @@ def _quantize(
     if block and p.packed:
         scale = x.new_zeros(block_shape(p.batch, heads, x.shape[0], block, True), dtype=torch.float32)
     for b, ((rows, _), part, top) in enumerate(zip(sequences, prepared, tops, strict=True)):
-        top = (top / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+        top = torch.where(top == 0.0, ZERO_SCALE, (top / E4M3_MAX).clamp(min=SMALLEST_SCALE))
         if block and p.packed:
             first = rows.start // block + b
             scale[:, first : first + top.shape[2]] = top[0]
         tops[b] = top
-        by_row = top.repeat_interleave(block, 2)[..., : part.shape[1]].transpose(1, 2)[..., None] if block else (
-            top[:, None] if channels else top[:, None, :, None])  # fmt: skip
+        by_row = _per_row_of_group(top, part.shape[1], block, channels)
         target = data[None, rows] if p.packed else data
         target.copy_((part / by_row).clamp(-E4M3_MAX, E4M3_MAX))  # a quotient may round up past the largest
     if not (block and p.packed):
         empty = (0, heads, dim) if channels else (0, heads)
         scale = torch.cat(tops).contiguous() if tops else x.new_zeros(empty, dtype=torch.float32)
     return data, scale, mean
+
+
+def _per_row_of_group(groups: Tensor, rows: int, block: int, channels: bool) -> Tensor:
+    """What ``_largest`` gives, for each row: it broadcasts against (batch, rows, heads, dim)."""
+    if block:
+        return groups.repeat_interleave(block, 2)[..., :rows].transpose(1, 2)[..., None]
+    return groups[:, None] if channels else groups[:, None, :, None]
 
 
 def _largest(x: Tensor, block: int, channels: bool) -> Tensor:

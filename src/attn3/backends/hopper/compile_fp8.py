@@ -31,6 +31,7 @@ def _quantize(features: QuantizeFeatures) -> tuple[Any, list[Any]]:
         tensor(Float32, 4, f.head_dim) if f.rotate else None,
         make_fake_tensor(Int32, (batch, 2), (2, 1), assumed_align=4) if f.visible else None,
         tensor(Float32, 4, batch, heads, parts, 3, f.head_dim),
+        make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=4),
         make_fake_tensor(Float32, (batch, heads), (cute.sym_int64(), 1), assumed_align=4),
         tensor(Float32, 4, batch, heads, f.head_dim) if f.center else None,
         tensor(Uint8, 16, batch, seqlen, heads, f.head_dim),

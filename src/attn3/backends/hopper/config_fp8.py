@@ -53,7 +53,7 @@ class Fp8Tile:
 
     def check(self, head_dim: int, head_dim_v: int, features: Fp8Features) -> None:
         smem = self.smem_bytes(head_dim, head_dim_v)
-        products = head_dim_v // 2 // self.parts if features.promoted else 0
+        products = head_dim_v // 2 // self.parts * (1 if self.parts == 1 else 2) if features.promoted else 0  # two parts at a time
         scores = self.block_keys // 2 if self.parts == 1 else 0  # in parts, they are gone when PV starts
         registers = scores + head_dim_v // 2 + self.block_keys // 4 + products
         have = REGISTERS[self.warpgroups][1]

@@ -356,7 +356,7 @@ class Fp8ForwardKernel(ForwardKernel):
     def step_in_parts(self, n, blocks, ops: Operands, O, rows, rings: Rings, ks, vs, at: Place, factor, k_scale, ahead):
         """QK, softmax and PV of one block, one after another, PV in parts of V's columns.
 
-        Registers allow no overlap within the warpgroup; the other warpgroup's products run meanwhile.
+        Registers allow no overlap with the softmax within the warpgroup; the other warpgroup's products run meanwhile.
         """
         f = self.factor_of(n, factor, k_scale, ahead)
         S = cute.make_rmem_tensor(ops.mma_qk.partition_shape_C((ROWS, self.bn)), Float32)
@@ -372,17 +372,20 @@ class Fp8ForwardKernel(ForwardKernel):
         self.exponentials(S, f, base, rows)
         self.quantize(S, f, base, ops.P)
         rings.v.consumer_wait(vs)
-        T = cute.make_rmem_tensor(ops.mma_pv.partition_shape_C((ROWS, self.width_pv)), Float32)
-        for i in cutlass.range_constexpr(self.tile.parts):
-            L = self.row_sums(ops) if const_expr(i == 0) else None
-            warpgroup.fence()
-            fp8.multiply(ops.mma_pv, T, ops.P, ops.rV[i][None, None, None, vs.index], True)
-            if const_expr(L is not None):
-                fp8.multiply(ops.mma_sum, L, ops.P, ops.rOnes, True)
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            part = cute.make_tensor(O.iterator + i * cute.size(T), T.layout)
-            fp8.collect(part, T, L, rows, rows.alpha, None, True)
+        Ts = [cute.make_rmem_tensor(ops.mma_pv.partition_shape_C((ROWS, self.width_pv)), Float32) for _ in range(2)]
+        L = self.row_sums(ops)
+        for i in cutlass.range_constexpr(self.tile.parts + 1):  # a part is collected while the next one is computed
+            if const_expr(i < self.tile.parts):
+                warpgroup.fence()
+                fp8.multiply(ops.mma_pv, Ts[i % 2], ops.P, ops.rV[i][None, None, None, vs.index], True)
+                if const_expr(L is not None and i == 0):
+                    fp8.multiply(ops.mma_sum, L, ops.P, ops.rOnes, True)
+                warpgroup.commit_group()
+            if const_expr(i > 0):
+                warpgroup.wait_group(1 if i < self.tile.parts else 0)
+                T = Ts[(i - 1) % 2]
+                part = cute.make_tensor(O.iterator + (i - 1) * cute.size(T), T.layout)
+                fp8.collect(part, T, L if const_expr(i == 1) else None, rows, rows.alpha, None, True)
         rings.v.consumer_release(vs)
 
     @cute.jit
