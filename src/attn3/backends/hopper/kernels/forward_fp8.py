@@ -310,7 +310,7 @@ class Fp8ForwardKernel(ForwardKernel):
                 rO = cute.make_rmem_tensor_like(O, self.dtype)
                 pack(O, rO)
                 cute.arch.barrier(barrier_id=BAR_WG + w, number_of_threads=WG)
-                self.store_staged(out, rO, work, w, warp)
+                self.store_staged(out, rO, work, w, w, warp)
                 if const_expr(self.left or self.right):  # hand back the blocks that only other warpgroups need
                     ks, vs = self.skip(rings, ks, vs, blocks.end, everyone.end)
                 # after that, not before: the producer publishes only when its last V load found a free stage
