@@ -103,7 +103,7 @@ def test_terms_are_the_gradients_of_what_a_score_has_captured(name: str) -> None
     from attn3.backends.hopper.parts.program import ask, terms
 
     program = program_of(SCORES[name]())
-    s, ds = leaf(BATCH, HEADS, ROWS, KEYS, seed=2), torch.randn(BATCH, HEADS, ROWS, KEYS)
+    s, ds = leaf(BATCH, HEADS, ROWS, KEYS, seed=2), leaf(BATCH, HEADS, ROWS, KEYS, seed=3).detach()
     wanted = tuple(i for i, t in enumerate(program.tensors) if t.requires_grad)
     sums = [torch.zeros(program.tensors[i].shape) for i in wanted]
     new, slope = torch.empty_like(ds), torch.empty_like(ds)
@@ -128,8 +128,8 @@ def test_terms_are_the_gradients_of_what_a_score_has_captured(name: str) -> None
     torch.testing.assert_close(new, want.detach())
     of_s, *of_tensors = torch.autograd.grad(want, [s, *(program.tensors[i] for i in wanted)], ds)
     torch.testing.assert_close(slope * ds, of_s)
-    for got, exact in zip(sums, of_tensors, strict=True):
-        torch.testing.assert_close(got, exact)
+    for got, exact in zip(sums, of_tensors, strict=True):  # float32, added up in different orders
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-4)
 
 
 def test_what_all_queries_and_keys_read_is_told_apart() -> None:
