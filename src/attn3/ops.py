@@ -393,7 +393,7 @@ def quantize(problem: Problem, precision: FP8) -> Problem:
     fp8.check_quantizable(problem, precision)
     fp8.check_mode(precision.mode, problem.return_lse)
     _check_not_transformed()
-    if not torch.compiler.is_compiling() and not _observed(problem):
+    if not _observed(problem):
         return fp8.with_scales(problem, precision, *quantize_tensors(problem, precision))
     p, f, (left, right) = problem, precision, problem.window
     q, k, v, q_scale, k_scale, v_scale, k_mean, v_mean, v_t = torch.ops.attn3.quantize_fp8(
@@ -417,7 +417,7 @@ def quantize_tensors(problem: Problem, precision: FP8, q: bool = True, kv: bool 
 
 def _forward_fp8(p: Problem, backend: str | None) -> tuple[Tensor, Tensor | None]:
     _check_not_transformed()
-    if not torch.compiler.is_compiling() and not _observed(p):
+    if not _observed(p):
         return registry.select(p, backend).forward(p)
     s, (left, right) = p.fp8, p.window
     return torch.ops.attn3.forward_fp8(
@@ -462,7 +462,7 @@ def forward(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor | Non
     if problem.mask_program is not None or problem.score_program is not None:
         return _forward_program(problem, backend)
     if problem.keys is not None:  # no backend has a gradient of these
-        if torch.compiler.is_compiling() or _observed(problem):
+        if _observed(problem):
             _check_no_gradient(problem)
             return _through_dispatcher(problem, backend)
         return registry.select(problem, backend).forward(problem)
@@ -548,7 +548,10 @@ def _watched(*tensors: Tensor) -> bool:
         return True
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return not all(type(t) in _PLAIN for t in tensors)
+    for t in tensors:  # a generator takes longer than the rest
+        if type(t) not in _PLAIN:
+            return True
+    return False
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

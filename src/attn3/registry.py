@@ -35,7 +35,6 @@ class Backend(Protocol):
         """
 
 
-@runtime_checkable
 class Differentiable(Backend, Protocol):
     """A backend with a backward pass of its own.
 
@@ -52,7 +51,6 @@ class Differentiable(Backend, Protocol):
         """
 
 
-@runtime_checkable
 class DifferentiatingScores(Differentiable, Protocol):
     """A backend that also has the gradients of the tensors that a score is made of."""
 
